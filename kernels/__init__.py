@@ -1,0 +1,1 @@
+"""Quantisers, checksum and gather/scatter kernels, with their torch references."""

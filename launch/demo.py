@@ -1,0 +1,277 @@
+"""The demo: a real prefill/decode pair answers beside a plain server, and every byte is accounted for.
+
+    python -m spectrumkv_sglang.launch.demo
+
+Starts a plain server, one decode server, a prefill server for each profile shown and a router in front of each, all on
+this machine's loopback; sends the same prompts to all; shows the answers and, from the prefill servers' transfer logs,
+what crossed the wire. As root on Linux the servers live in a network namespace of their own, so that the bytes counted
+on its loopback interface are theirs alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from spectrumkv_sglang.errors import SpectrumKVError
+from spectrumkv_sglang.launch.client import Completion, flush_caches, generate
+from spectrumkv_sglang.launch.demo_report import RequestReport, print_report
+from spectrumkv_sglang.launch.model import fetch_model
+from spectrumkv_sglang.launch.netns import (
+    LOOPBACK,
+    NetworkNamespace,
+    interface_bytes,
+    namespaces_available,
+)
+from spectrumkv_sglang.launch.processes import stopping_on_signals
+from spectrumkv_sglang.launch.prompts import LONG_PROMPTS, SHORT_PROMPTS, Prompt
+from spectrumkv_sglang.launch.servers import (
+    DEFAULT_LOG_DIR,
+    Device,
+    Fleet,
+    Role,
+    Router,
+    Server,
+    ServerSpec,
+    SGLangServer,
+    detect_device,
+)
+from spectrumkv_sglang.launch.sglang_versions import DEFAULT_BUILD_DIR, installed_version
+from spectrumkv_sglang.launch.transfer_log_reader import TransferLogReader, request_transfer
+
+PROMPTS: tuple[Prompt, ...] = (SHORT_PROMPTS[1], SHORT_PROMPTS[3], *LONG_PROMPTS)
+_INFINIBAND = Path("/sys/class/infiniband")
+
+
+@dataclass(frozen=True)
+class ShownProfile:
+    """A profile of the demo with its budget b (wire bytes / native bytes)."""
+
+    name: str
+    budget: float
+
+
+PROFILES = (ShownProfile("native-packed", 1.0), ShownProfile("int8", 0.55), ShownProfile("spectrum", 0.35))
+
+
+@dataclass(frozen=True)
+class ProfilePair:
+    """One profile's prefill server with the router and the transfer log that belong to it."""
+
+    profile: str
+    prefill: SGLangServer
+    router: Router
+    log: TransferLogReader | None
+
+
+def default_backend() -> str:
+    """``spectrumkv`` on a machine with an RDMA device, ``spectrumkv_tcp`` elsewhere."""
+    has_rdma = _INFINIBAND.is_dir() and any(_INFINIBAND.iterdir())
+    return "spectrumkv" if has_rdma else "spectrumkv_tcp"
+
+
+class Demo:
+    """Servers and measurements of one run.
+
+    Args:
+        console: where progress is shown.
+        fleet: takes charge of the servers.
+        namespace: the servers' network namespace; None for the machine's own.
+        model: the model's directory.
+        device: CPU or GPU.
+        backend: value of ``--disaggregation-transfer-backend``. With SGLang's own ``mooncake`` or ``mooncake_tcp``
+            there is one prefill server and no transfer log, so its figures stay empty: a control.
+        max_new_tokens: tokens generated for each prompt.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        fleet: Fleet,
+        namespace: NetworkNamespace | None,
+        *,
+        model: Path,
+        device: Device,
+        backend: str,
+        max_new_tokens: int,
+    ) -> None:
+        self.console = console
+        self.fleet = fleet
+        self.namespace = namespace
+        self.model = model
+        self.device = device
+        self.backend = backend
+        self.max_new_tokens = max_new_tokens
+        self.log_dir = DEFAULT_LOG_DIR / "demo"
+        # Every server is started at once: each spends most of its start-up importing, on one core.
+        self.plain = self._start(Role.PLAIN, "plain")
+        self.decode = self._start(Role.DECODE, "decode")
+        self.pairs = [self._start_pair(shown) for shown in self._shown()]
+
+    def _shown(self) -> tuple[ShownProfile, ...]:
+        return PROFILES if self.backend.startswith("spectrumkv") else (ShownProfile(self.backend, 1.0),)
+
+    def _start(self, role: Role, name: str, env: dict[str, str] | None = None) -> SGLangServer:
+        spec = ServerSpec(
+            role=role,
+            model=self.model,
+            backend=self.backend,
+            device=self.device,
+            env=env or {},
+            namespace=self.namespace,
+        )
+        return self.fleet.start(SGLangServer(spec, name, log_dir=self.log_dir))
+
+    def _start_pair(self, shown: ShownProfile) -> ProfilePair:
+        log = None
+        env: dict[str, str] = {}
+        if self.backend.startswith("spectrumkv"):
+            path = (self.log_dir / f"transfers-{shown.name}.jsonl").resolve()
+            log = TransferLogReader(path)
+            env = {
+                "SPECTRUMKV_PROFILE": shown.name,
+                "SPECTRUMKV_BUDGET": str(shown.budget),
+                "SPECTRUMKV_TRANSFER_LOG": str(path),
+            }
+        prefill = self._start(Role.PREFILL, f"prefill-{shown.name}", env)
+        router = Router(prefill, self.decode, f"router-{shown.name}", log_dir=self.log_dir)
+        return ProfilePair(shown.name, prefill, self.fleet.start_router(router), log)
+
+    def wait_ready(self) -> None:
+        """Wait until everything answers, saying so server by server."""
+
+        def ready(server: Server, seconds: float) -> None:
+            self.console.print(f"  [green]{server.name}[/] ready after {seconds:.0f} s")
+
+        with self.console.status("starting servers; their logs are in " + str(self.log_dir)):
+            self.fleet.wait_ready(on_ready=ready)
+
+    def run(self) -> list[RequestReport]:
+        """Send every prompt to the plain server and through every profile; return one report each."""
+        reports = []
+        with self.console.status("asking") as status:
+            for prompt in PROMPTS:
+                status.update(f"{prompt.name}: plain server")
+                flush_caches([self.plain])
+                plain = generate(self.plain, prompt.text, max_new_tokens=self.max_new_tokens)
+                for pair in self.pairs:
+                    status.update(f"{prompt.name}: {pair.profile}")
+                    reports.append(self._ask(pair, prompt, plain))
+                self.console.print(f"  [green]{prompt.name}[/]: {plain.prompt_tokens} tokens, answered by all")
+        return reports
+
+    def _ask(self, pair: ProfilePair, prompt: Prompt, plain: Completion) -> RequestReport:
+        # A cached prefix alone changes later tokens, and would shrink the transfer.
+        flush_caches([pair.prefill, self.decode])
+        if pair.log is not None:
+            pair.log.skip()
+        before = self._loopback_bytes()
+        answer = generate(pair.router, prompt.text, max_new_tokens=self.max_new_tokens)
+        crossed = self._loopback_bytes() - before
+        transfer = request_transfer(pair.log.next_request()) if pair.log is not None else None
+        return RequestReport(prompt.name, pair.profile, plain, answer, crossed, transfer)
+
+    def _loopback_bytes(self) -> int:
+        counters = self.namespace.interface_bytes() if self.namespace is not None else interface_bytes(LOOPBACK)
+        return counters.sent
+
+
+def report_json(reports: list[RequestReport], device: Device) -> dict[str, Any]:
+    """Return the content of the JSON file."""
+    return {
+        "requests": [report.as_json() for report in reports],
+        "sglang": installed_version(),
+        "device": device.value,
+    }
+
+
+@contextmanager
+def _servers_namespace(console: Console) -> Iterator[NetworkNamespace | None]:
+    if namespaces_available():
+        with NetworkNamespace("demo") as namespace:
+            yield namespace
+        return
+    console.print(
+        "[yellow]note:[/] without root there is no network namespace: interface bytes are counted on the machine's "
+        "loopback, where other programs' traffic counts too"
+    )
+    yield None
+
+
+def run_demo(console: Console, *, backend: str, max_new_tokens: int, json_path: Path) -> None:
+    """Run the whole demo, print its tables to ``console`` and write ``json_path``.
+
+    Raises:
+        SpectrumKVError: anything expected that went wrong; the servers are stopped by then.
+    """
+    device = detect_device()
+    console.print(f"SGLang {installed_version()} on {device.value}, backend {backend}")
+    model = fetch_model(console=console)
+    shutil.rmtree(DEFAULT_LOG_DIR / "demo", ignore_errors=True)
+    with ExitStack() as stack:
+        namespace = stack.enter_context(_servers_namespace(console))
+        fleet = stack.enter_context(Fleet())
+        demo = Demo(
+            console, fleet, namespace, model=model, device=device, backend=backend, max_new_tokens=max_new_tokens
+        )
+        demo.wait_ready()
+        reports = demo.run()
+    print_report(console, reports)
+    json_path.parent.mkdir(parents=True, exist_ok=True)
+    json_path.write_text(json.dumps(report_json(reports, device), indent=2) + "\n", encoding="utf-8")
+    console.print(f"written: {json_path}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line of the demo."""
+    parser = argparse.ArgumentParser(
+        prog="python -m spectrumkv_sglang.launch.demo", description="Run a real prefill/decode pair on this machine."
+    )
+    parser.add_argument(
+        "--json",
+        type=Path,
+        default=DEFAULT_BUILD_DIR / "demo.json",
+        metavar="FILE",
+        help="where the figures go (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--backend",
+        default=default_backend(),
+        choices=["spectrumkv", "spectrumkv_tcp", "mooncake", "mooncake_tcp"],
+        help="transfer backend; SGLang's own ones are for comparison (default here: %(default)s)",
+    )
+    parser.add_argument("--max-new-tokens", type=int, default=32, metavar="N", help="default: %(default)s")
+    options = parser.parse_args(arguments)
+    console = Console()
+    return _exit_status(
+        lambda: run_demo(
+            console, backend=options.backend, max_new_tokens=options.max_new_tokens, json_path=options.json
+        )
+    )
+
+
+def _exit_status(action: Callable[[], None]) -> int:
+    """Run the demo; turn what may go wrong into a message and an exit status."""
+    try:
+        with stopping_on_signals():
+            action()
+    except SpectrumKVError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("stopped: all servers are down", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

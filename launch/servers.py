@@ -1,0 +1,320 @@
+"""Real SGLang servers and the router, on a CPU or a GPU: start, wait until healthy, stop.
+
+    spec = ServerSpec(role=Role.PREFILL, model=fetch_model(), backend="mooncake_tcp")
+    with Fleet(log_dir=Path("build/logs")) as fleet:
+        prefill = fleet.start(SGLangServer(spec, "prefill"))
+        ...
+        fleet.wait_ready()
+
+Every server listens on loopback (or on the address given), on ports chosen at run time.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from types import TracebackType
+
+from spectrumkv_sglang.launch.client import HttpError, get
+from spectrumkv_sglang.launch.netns import NetworkNamespace
+from spectrumkv_sglang.launch.processes import ManagedProcess, ProcessError, stop_processes
+from spectrumkv_sglang.launch.sglang_versions import (
+    DECODE_RETRACTION_BACKUP_SINCE,
+    DEFAULT_BUILD_DIR,
+    installed_version,
+    python_path,
+    release_number,
+)
+
+LOOPBACK_ADDRESS = "127.0.0.1"
+DEFAULT_LOG_DIR = DEFAULT_BUILD_DIR / "logs"
+READY_TIMEOUT_SECONDS = 600.0
+CPU_SHIMS = Path(__file__).parent / "cpu_shims"
+
+# Below the kernel's range for outgoing connections, above the range in which Mooncake listens (15000-17000).
+_PORT_RANGE = range(18000, 32000)
+_SHARED_MEMORY = Path("/dev/shm")
+_ports_given: set[int] = set()
+
+_COMMON_FLAGS = ("--sampling-backend", "pytorch", "--grammar-backend", "none", "--mem-fraction-static", "0.3")
+# bfloat16 serving on a CPU is untested; an idle scheduler without --sleep-on-idle takes half a core.
+_CPU_FLAGS = (
+    *("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32"),
+    *("--max-total-tokens", "4096", "--max-running-requests", "8", "--context-length", "2048"),
+    *("--disable-cuda-graph", "--disable-overlap-schedule", "--sleep-on-idle"),
+)
+# A fixed pool keeps servers that start together on one GPU from racing for its memory.
+_GPU_FLAGS = (
+    *("--attention-backend", "triton", "--dtype", "bfloat16", "--disable-cuda-graph", "--random-seed", "1"),
+    *("--max-total-tokens", "131072", "--max-running-requests", "64"),
+)
+
+
+class Role(str, Enum):
+    """What a server does: answer alone, or one half of a disaggregated pair."""
+
+    PLAIN = "plain"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Device(str, Enum):
+    """Where a server runs its model."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class ServerError(ProcessError):
+    """A server did not become healthy."""
+
+
+def detect_device() -> Device:
+    """CUDA when ``nvidia-smi`` lists a GPU, the CPU otherwise."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return Device.CPU
+    listing = subprocess.run([program, "-L"], capture_output=True, text=True, check=False)
+    return Device.CUDA if listing.returncode == 0 and "GPU" in listing.stdout else Device.CPU
+
+
+def free_port(namespace: NetworkNamespace | None = None) -> int:
+    """Return a TCP port on which nothing listens; this process never gets the same one twice."""
+    with namespace.entered() if namespace is not None else nullcontext():
+        for _ in range(1000):
+            port = random.choice(_PORT_RANGE)
+            if port in _ports_given:
+                continue
+            with socket.socket() as probe:
+                try:
+                    probe.bind(("", port))
+                except OSError:
+                    continue
+            _ports_given.add(port)
+            return port
+    raise ServerError(f"no free TCP port found between {_PORT_RANGE.start} and {_PORT_RANGE.stop}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSpec:
+    """How to start one SGLang server.
+
+    Attributes:
+        role: plain, prefill or decode.
+        model: the model's directory.
+        backend: value of ``--disaggregation-transfer-backend``; not used by a plain server.
+        device: CPU or GPU.
+        sglang: another SGLang release than the installed one (see ``sglang_versions``).
+        host: address to listen on; also the one that Mooncake announces.
+        extra_args: flags put last, so that they override the ones chosen here.
+        env: environment variables on top of the program's own.
+        python_paths: folders put in front on ``PYTHONPATH``.
+        namespace: network namespace to run in.
+        build_dir: where other SGLang releases are unpacked.
+    """
+
+    role: Role
+    model: Path
+    backend: str = "mooncake_tcp"
+    device: Device = field(default_factory=detect_device)
+    sglang: str | None = None
+    host: str = LOOPBACK_ADDRESS
+    extra_args: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    python_paths: tuple[Path, ...] = ()
+    namespace: NetworkNamespace | None = None
+    build_dir: Path = DEFAULT_BUILD_DIR
+
+    def flags(self, port: int, bootstrap_port: int) -> tuple[str, ...]:
+        """Return the flags of ``sglang.launch_server`` for this server."""
+        on_cpu = self.device is Device.CPU
+        flags = ["--model-path", str(self.model.resolve()), "--host", self.host, "--port", str(port)]
+        flags += ["--nccl-port", str(free_port(self.namespace)), *_COMMON_FLAGS]
+        flags += _CPU_FLAGS if on_cpu else _GPU_FLAGS
+        if self.role is not Role.PLAIN:
+            flags += ["--disaggregation-mode", self.role.value, "--disaggregation-transfer-backend", self.backend]
+        if self.role is Role.PREFILL:
+            flags += ["--disaggregation-bootstrap-port", str(bootstrap_port)]
+        version = self.sglang or installed_version()
+        if self.role is Role.DECODE and on_cpu and release_number(version) >= DECODE_RETRACTION_BACKUP_SINCE:
+            # Without it decode pins host memory through CUDA's runtime.
+            flags += ["--disaggregation-decode-retraction-backup", "cpu_tensor"]
+        return (*flags, *self.extra_args)
+
+    def environment(self) -> dict[str, str]:
+        """Return the server's whole environment."""
+        env = dict(os.environ)
+        # Left by the plugin in a process that is itself a server: it must not leak into another one.
+        env.pop("SPECTRUMKV_ACTIVE", None)
+        env.update(HF_HUB_OFFLINE="1", SGLANG_HOST_IP=self.host, PYTHONUNBUFFERED="1", TOKENIZERS_PARALLELISM="false")
+        paths = [*self.python_paths, *python_path(self.sglang, self.build_dir)]
+        if self.device is Device.CPU:
+            env.update(SGLANG_USE_CPU_ENGINE="1", OMP_NUM_THREADS="1")
+            paths.insert(0, CPU_SHIMS)
+        env.update(self.env)
+        entries = [str(path.resolve()) for path in paths] + [env.get("PYTHONPATH", "")]
+        env["PYTHONPATH"] = os.pathsep.join(entry for entry in entries if entry)
+        return env
+
+
+class SGLangServer(ManagedProcess):
+    """One ``sglang.launch_server`` process with its schedulers.
+
+    Attributes:
+        spec: how it was started.
+        port: HTTP port.
+        bootstrap_port: port of a prefill server's bootstrap service (reserved, unused by the other roles).
+    """
+
+    def __init__(self, spec: ServerSpec, name: str, *, log_dir: Path = DEFAULT_LOG_DIR) -> None:
+        self.spec = spec
+        self.port = free_port(spec.namespace)
+        self.bootstrap_port = free_port(spec.namespace)
+        log_dir.mkdir(parents=True, exist_ok=True)
+        super().__init__(
+            name,
+            [sys.executable, "-m", "sglang.launch_server", *spec.flags(self.port, self.bootstrap_port)],
+            env=spec.environment(),
+            # Not the repository's root: `python -m` puts the working directory on the path, and the folder kernels/
+            # there would hide the package of that name which SGLang imports.
+            cwd=log_dir,
+            log_path=log_dir / f"{name}.log",
+            namespace=spec.namespace,
+        )
+
+    @property
+    def url(self) -> str:
+        """Base address for HTTP requests from the server's own network namespace."""
+        return f"http://{self.spec.host}:{self.port}"
+
+    def remove_leftovers(self, temporary: Path) -> None:
+        """Remove the shared-memory files that SGLang never unlinks; their names hold those of its IPC sockets."""
+        for socket_file in temporary.iterdir():
+            for leftover in _SHARED_MEMORY.glob(f"sglang_loads_{socket_file.name}_*.shm"):
+                leftover.unlink(missing_ok=True)
+
+    def ready(self) -> bool:
+        """Whether the server has answered a one-token health request."""
+        return _answers(f"{self.url}/health", self.namespace)
+
+
+class Router(ManagedProcess):
+    """SGLang's small load balancer in front of one prefill and one decode server."""
+
+    def __init__(
+        self, prefill: SGLangServer, decode: SGLangServer, name: str = "router", *, log_dir: Path = DEFAULT_LOG_DIR
+    ) -> None:
+        self.prefill = prefill
+        self.decode = decode
+        self.host = prefill.spec.host
+        self.port = free_port(prefill.namespace)
+        log_dir.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation", "--mini-lb"]
+        command += ["--prefill", prefill.url, str(prefill.bootstrap_port), "--decode", decode.url]
+        command += ["--host", self.host, "--port", str(self.port)]
+        super().__init__(
+            name,
+            command,
+            env=prefill.spec.environment(),
+            cwd=log_dir,
+            log_path=log_dir / f"{name}.log",
+            namespace=prefill.namespace,
+        )
+
+    @property
+    def url(self) -> str:
+        """Base address for HTTP requests from the router's own network namespace."""
+        return f"http://{self.host}:{self.port}"
+
+    def ready(self) -> bool:
+        """Whether the router listens; the servers behind it have their own `ready`."""
+        return _answers(f"{self.url}/health", self.namespace)
+
+
+Server = SGLangServer | Router
+
+
+class Fleet:
+    """Servers that are stopped together, however the block ends: normally, by an error or by Ctrl-C."""
+
+    def __init__(self) -> None:
+        self._members: list[Server] = []
+
+    def start(self, server: SGLangServer) -> SGLangServer:
+        """Start a server without waiting for it, and take charge of it."""
+        self._members.append(server)
+        server.start()
+        return server
+
+    def start_router(self, router: Router) -> Router:
+        """Start a router without waiting for it, and take charge of it."""
+        self._members.append(router)
+        router.start()
+        return router
+
+    def wait_ready(
+        self,
+        servers: Iterable[Server] | None = None,
+        *,
+        timeout_seconds: float = READY_TIMEOUT_SECONDS,
+        on_ready: Callable[[Server, float], None] | None = None,
+    ) -> None:
+        """Wait until the servers (default: all) are healthy.
+
+        Args:
+            servers: which ones.
+            timeout_seconds: for all of them together.
+            on_ready: called once for each as it becomes healthy, with the seconds waited so far.
+
+        Raises:
+            ServerError: one died (at once, with the end of its log) or was not healthy in time.
+        """
+        waiting = list(self._members if servers is None else servers)
+        started = time.monotonic()
+        while waiting:
+            for server in list(waiting):
+                server.check_alive()
+                if server.ready():
+                    waiting.remove(server)
+                    if on_ready is not None:
+                        on_ready(server, time.monotonic() - started)
+            if waiting and time.monotonic() - started > timeout_seconds:
+                slow = waiting[0]
+                raise ServerError(
+                    f"{', '.join(server.name for server in waiting)} not healthy after {timeout_seconds:.0f} s; "
+                    f"the log of {slow.name}, {slow.log_path}, ends with:\n{slow.log_tail()}"
+                )
+            if waiting:
+                time.sleep(0.3)
+
+    def stop(self, servers: Iterable[Server] | None = None) -> None:
+        """Stop servers (default: all) at once."""
+        leaving = list(self._members if servers is None else servers)
+        stop_processes(leaving)
+        self._members = [server for server in self._members if server not in leaving]
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def _answers(url: str, namespace: NetworkNamespace | None) -> bool:
+    try:
+        get(url, namespace=namespace, timeout_seconds=30.0)
+    except HttpError:
+        return False
+    return True

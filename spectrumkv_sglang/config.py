@@ -1,0 +1,306 @@
+"""Configuration of a SpectrumKV server: one YAML file and ``SPECTRUMKV_*`` environment variables.
+
+The file is named by ``--spectrumkv-config`` or ``SPECTRUMKV_CONFIG``. It holds the fields of ``SpectrumKVConfig`` at
+its top level, or, as launch configs do, under ``spectrumkv:``. A variable ``SPECTRUMKV_<FIELD>`` beats the file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import BeforeValidator, ByteSize, Field, TypeAdapter, ValidationError, field_validator, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+from spectrumkv_sglang.errors import SpectrumKVError
+from spectrumkv_sglang.importance.scorers import Scorer, make_scorer, scorer_names
+from spectrumkv_sglang.payload.layout import bytes_per_row
+from spectrumkv_sglang.profiles.errors import ProfileError
+from spectrumkv_sglang.profiles.profile import Profile, is_profile_path, load_profile
+from spectrumkv_sglang.profiles.tier import Tier
+
+ENV_PREFIX = "SPECTRUMKV_"
+CONFIG_PATH_VARIABLE = "SPECTRUMKV_CONFIG"
+FILE_SECTION = "spectrumkv"
+_NOT_FIELDS = (CONFIG_PATH_VARIABLE, "SPECTRUMKV_ACTIVE")
+_TEST_PREFIX = "SPECTRUMKV_TEST_"
+
+MIN_SLOT_BYTES = 64 * 1024
+MAX_SLOT_BYTES = 1024 * 1024 * 1024
+SLOT_ALIGNMENT = 4096
+
+
+class ConfigError(SpectrumKVError):
+    """A configuration file or variable cannot be used; says which one, which field and what is allowed."""
+
+
+def _bytes_from_text(value: Any) -> Any:
+    return int(TypeAdapter(ByteSize).validate_python(value)) if isinstance(value, str) else value
+
+
+def _tiers_from_text(value: Any) -> Any:
+    labels = value.strip("[] ").split(",") if isinstance(value, str) else value
+    if not isinstance(labels, (list, tuple)):
+        raise ValueError("expected a list of tiers such as [high, mid, low]")
+    tiers = [label if isinstance(label, Tier) else Tier.from_label(str(label).strip(" '\"")) for label in labels]
+    return tuple(sorted(set(tiers)))
+
+
+def _none_from_empty(value: Any) -> Any:
+    return None if isinstance(value, str) and not value.strip() else value
+
+
+Bytes = Annotated[int, BeforeValidator(_bytes_from_text)]
+OptionalText = Annotated[str | None, BeforeValidator(_none_from_empty)]
+OptionalPath = Annotated[Path | None, BeforeValidator(_none_from_empty)]
+
+
+class SpectrumKVConfig(BaseSettings):
+    """All settings. Build it with :func:`load_config`; constructing it directly reads neither file nor environment."""
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True, validate_default=True)
+
+    enabled: bool = Field(default=True, description="false: every chunk takes SGLang's own path")
+    budget: float = Field(default=0.55, gt=0, le=1, description="b, wire bytes / native bytes, everything counted")
+    allowed_tiers: Annotated[tuple[Tier, ...], BeforeValidator(_tiers_from_text)] = Field(
+        default=(Tier.HIGH, Tier.MID, Tier.LOW), description="token tiers that may be used; high is always among them"
+    )
+    profile: str = Field(default="spectrum", description="name of a shipped precision profile, or path of a .yaml file")
+    sink_tokens: int = Field(
+        default=4, ge=0, le=65536, description="first tokens of a prompt that are always HIGH; tokens"
+    )
+    recent_tokens: int = Field(
+        default=64, ge=0, le=1048576, description="last tokens of a prompt, HIGH as far as the budget allows; tokens"
+    )
+    min_tokens: int = Field(default=64, ge=0, le=1048576, description="shorter chunks travel native, packed; tokens")
+    scorer: str = Field(default="window", description="where token importance comes from: " + ", ".join(scorer_names()))
+    scorer_window: int = Field(
+        default=32, ge=0, le=65536, description="last queries of a chunk that are observed; queries"
+    )
+    scorer_stride_samples: int = Field(
+        default=32, ge=0, le=65536, description="further queries observed, evenly spread over the chunk; queries"
+    )
+    slot_bytes: Bytes = Field(
+        default=16 * 1024 * 1024,
+        ge=MIN_SLOT_BYTES,
+        le=MAX_SLOT_BYTES,
+        multiple_of=SLOT_ALIGNMENT,
+        description="size of a landing and of a staging slot; bytes, or text such as 16MiB",
+    )
+    landing_slots: int = Field(
+        default=8, ge=1, le=4096, description="decode: slots that payloads land in; slots a process"
+    )
+    staging_slots: int = Field(
+        default=4, ge=1, le=4096, description="prefill: slots that payloads are packed in; slots"
+    )
+    slots_per_chunk: int = Field(
+        default=4, ge=1, le=4096, description="landing slots that one chunk may hold at once; slots"
+    )
+    open_timeout_s: float = Field(default=5.0, gt=0, le=3600, description="prefill waits this long for slots; seconds")
+    slot_wait_s: float = Field(
+        default=1.0, ge=0, le=3600, description="decode waits this long for a free slot; seconds"
+    )
+    write_timeout_s: float = Field(default=60.0, gt=0, le=3600, description="longest write of one payload; seconds")
+    unpack_timeout_s: float = Field(
+        default=30.0, gt=0, le=3600, description="longest wait for an unpacked payload; seconds"
+    )
+    quarantine_s: float = Field(
+        default=90.0, ge=0, le=86400, description="rest of a slot after a failed write; seconds"
+    )
+    lease_s: float = Field(
+        default=60.0, gt=0, le=86400, description="decode takes back slots that prefill left; seconds"
+    )
+    control_host: OptionalText = Field(default=None, description="address that decode's control channel binds to; host")
+    transfer_log: OptionalPath = Field(default=None, description="file that gets one JSON line a chunk; path")
+    seed: int = Field(default=0, ge=0, le=2**63 - 1, description="of the random scorer")
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Keyword arguments only: ``load_config`` merges file and environment, and knows each value's source."""
+        return (init_settings,)
+
+    @field_validator("allowed_tiers")
+    @classmethod
+    def _high_is_allowed(cls, tiers: tuple[Tier, ...]) -> tuple[Tier, ...]:
+        if Tier.HIGH not in tiers:
+            raise ValueError("must contain high: sink tokens always travel in it")
+        return tiers
+
+    @field_validator("profile")
+    @classmethod
+    def _profile_is_known(cls, name: str) -> str:
+        try:
+            load_profile(name)
+        except ProfileError as error:
+            raise ValueError(str(error)) from error
+        return name
+
+    @field_validator("scorer")
+    @classmethod
+    def _scorer_is_known(cls, name: str) -> str:
+        make_scorer(name)
+        return name
+
+    @model_validator(mode="after")
+    def _no_contradictions(self) -> SpectrumKVConfig:
+        if self.scorer_window + self.scorer_stride_samples == 0:
+            raise ValueError("scorer_window and scorer_stride_samples must not both be 0: no query would be observed")
+        if self.slots_per_chunk > self.landing_slots:
+            raise ValueError(
+                f"slots_per_chunk ({self.slots_per_chunk}) must not exceed landing_slots ({self.landing_slots}): lower "
+                "the one or raise the other"
+            )
+        if self.budget < self.reachable_budget:
+            tiers = ", ".join(tier.label for tier in self.loaded_profile.usable_tiers(self.allowed_tiers))
+            raise ValueError(
+                f"budget {self.budget:g} is below {_rounded_up(self.reachable_budget)}, the least that tiers {tiers} "
+                f"of profile {self.profile!r} reach (scales counted, heads of 128 in 2 bytes): raise budget, allow "
+                "lower tiers, or use a profile with lower precisions"
+            )
+        return self
+
+    @cached_property
+    def loaded_profile(self) -> Profile:
+        """The profile that ``profile`` names."""
+        return load_profile(self.profile)
+
+    @cached_property
+    def reachable_budget(self) -> float:
+        """Least b that the allowed tiers of the profile reach: their cheapest tier's bytes, scales included and
+        headers left out, over native bytes, for 2-byte heads of 128 (``Profile.nominal_geometry``)."""
+        geometry = self.loaded_profile.nominal_geometry()
+        table = self.loaded_profile.table(geometry, self.allowed_tiers)
+        return float(bytes_per_row(geometry, table).min()) / geometry.native_bytes_per_token
+
+    def make_scorer(self) -> Scorer:
+        """The scorer that the ``scorer*`` fields and ``seed`` describe."""
+        return make_scorer(
+            self.scorer, window=self.scorer_window, stride_samples=self.scorer_stride_samples, seed=self.seed
+        )
+
+
+def load_config(path: str | Path | None = None, environ: Mapping[str, str] = os.environ) -> SpectrumKVConfig:
+    """Configuration from a file and the environment.
+
+    Args:
+        path: YAML file; None: the one that ``SPECTRUMKV_CONFIG`` names, if any.
+        environ: environment variables; an empty value counts as not set, except that it clears ``control_host`` and
+            ``transfer_log``.
+
+    Raises:
+        ConfigError: names the file or variable, the field, the value and what is allowed.
+    """
+    path = Path(path) if path is not None else _path_from(environ)
+    from_file = _read_file(path) if path is not None else {}
+    from_environ = _read_environ(environ)
+    try:
+        return SpectrumKVConfig(**{**from_file, **from_environ})
+    except ValidationError as error:
+        problems = [_describe(problem, from_environ, path) for problem in error.errors()]
+        raise ConfigError("SpectrumKV configuration: " + "; ".join(problems)) from error
+
+
+class _UndecodedEnvironment(EnvSettingsSource):
+    """Values of a given environment as the strings they are; the fields' validators read them."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        super().__init__(SpectrumKVConfig)
+        self.env_vars = {name.lower(): value for name, value in environ.items()}
+
+    def prepare_field_value(self, field_name: str, field: FieldInfo, value: Any, value_is_complex: bool) -> Any:
+        return value
+
+
+def _path_from(environ: Mapping[str, str]) -> Path | None:
+    value = environ.get(CONFIG_PATH_VARIABLE)
+    return Path(value) if value else None
+
+
+def _read_environ(environ: Mapping[str, str]) -> dict[str, Any]:
+    fields = {f"{ENV_PREFIX}{name.upper()}" for name in SpectrumKVConfig.model_fields}
+    for variable in environ:
+        known = variable in fields or variable in _NOT_FIELDS or variable.startswith(_TEST_PREFIX)
+        if variable.startswith(ENV_PREFIX) and not known:
+            raise ConfigError(
+                f"environment variable {variable} is no SpectrumKV setting{_suggestion(variable, fields)}: unset it"
+            )
+    ours = {variable: environ[variable] for variable in environ if variable in fields}
+    clearable = {f"{ENV_PREFIX}CONTROL_HOST", f"{ENV_PREFIX}TRANSFER_LOG"}
+    return _UndecodedEnvironment({name: value for name, value in ours.items() if value.strip() or name in clearable})()
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"cannot read SpectrumKV configuration {path} (--spectrumkv-config or {CONFIG_PATH_VARIABLE}): {error}"
+        ) from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"SpectrumKV configuration {path} is not valid YAML: {error}") from error
+    where = str(path)
+    if isinstance(document, dict) and FILE_SECTION in document:
+        document, where = document[FILE_SECTION], f"{path}, section {FILE_SECTION}"
+    if document is None:
+        return {}
+    if not isinstance(document, dict):
+        raise ConfigError(f"SpectrumKV configuration {where}: expected fields and values, got {document!r}")
+    for name in document:
+        if name not in SpectrumKVConfig.model_fields:
+            suggestion = _suggestion(str(name), SpectrumKVConfig.model_fields)
+            raise ConfigError(f"SpectrumKV configuration {where}: unknown field {name!r}{suggestion}: remove it")
+    profile = document.get("profile")
+    if isinstance(profile, str) and is_profile_path(profile):
+        document = {**document, "profile": str(path.parent / profile)}
+    return document
+
+
+def _suggestion(name: str, names: Any) -> str:
+    close = difflib.get_close_matches(name, list(names), n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def _describe(problem: Any, from_environ: Mapping[str, Any], path: Path | None) -> str:
+    """One validation problem, told to an operator."""
+    message = problem["msg"].removeprefix("Value error, ")
+    if not problem["loc"]:
+        sources = ([str(path)] if path else []) + [f"{ENV_PREFIX}{name.upper()}" for name in sorted(from_environ)]
+        return f"{message} (from {', '.join(sources) or 'the defaults'})"
+    field = str(problem["loc"][0])
+    source = f"environment variable {ENV_PREFIX}{field.upper()}" if field in from_environ else f"{path}: {field}"
+    about = SpectrumKVConfig.model_fields[field].description
+    return f"{source} = {problem['input']!r}: {message} ({field}: {about}{_allowed_range(field)})"
+
+
+def _allowed_range(field: str) -> str:
+    words = {"gt": "above", "ge": "at least", "le": "at most", "multiple_of": "a multiple of"}
+    limits = [
+        f"{word} {getattr(constraint, name)}"
+        for constraint in SpectrumKVConfig.model_fields[field].metadata
+        for name, word in words.items()
+        if hasattr(constraint, name)
+    ]
+    return f"; {', '.join(limits)}" if limits else ""
+
+
+def _rounded_up(ratio: float) -> str:
+    return f"{math.ceil(ratio * 1000 - 1e-9) / 1000:g}"

@@ -1,0 +1,45 @@
+"""Does the configuration load, and what does it ask for?"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from spectrumkv_sglang.config import ConfigError, SpectrumKVConfig, load_config
+from spectrumkv_sglang.doctor.findings import Section
+
+CONFIG_VARIABLE = "SPECTRUMKV_CONFIG"
+
+
+def check_settings(path: Path | None, environ: Mapping[str, str]) -> tuple[Section, SpectrumKVConfig | None]:
+    """Loads the file (or the one that SPECTRUMKV_CONFIG names, or the defaults) with the environment over it."""
+    section = Section("configuration")
+    source = str(path or environ.get(CONFIG_VARIABLE) or "defaults and environment")
+    try:
+        config = load_config(path, environ)
+    except ConfigError as error:
+        section.problem("configuration", str(error), "correct it; a server started with it stops with the same message")
+        return section, None
+    tiers = ", ".join(tier.label for tier in config.allowed_tiers)
+    section.ok(
+        "configuration",
+        f"{source}: profile {config.profile}, budget {config.budget:g}, tiers {tiers}, scorer {config.scorer}",
+    )
+    if not config.enabled:
+        section.warning("enabled", "false: every chunk takes SGLang's own path", "set enabled: true to use tiers")
+    if config.transfer_log is not None:
+        _check_transfer_log(section, config.transfer_log)
+    return section, config
+
+
+def _check_transfer_log(section: Section, path: Path) -> None:
+    writable = os.access(path, os.W_OK) if path.exists() else os.access(path.parent, os.W_OK | os.X_OK)
+    if not writable or path.is_dir():
+        section.warning(
+            "transfer_log",
+            f"{path} cannot be written: lines will be lost",
+            "create its directory or change transfer_log",
+        )
+    else:
+        section.ok("transfer_log", str(path))

@@ -1,0 +1,158 @@
+"""Why a chunk took the path it took, and what went wrong when something did.
+
+The values are label values of the metrics, field values of the transfer log and words in log lines, so that one word
+found in any of them can be searched for in the others. Every set is closed: a label has no values but these.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Path(str, Enum):
+    """How the KV of a chunk crossed the network."""
+
+    TIERED = "tiered"
+    NATIVE = "native"
+
+
+class TokenTier(str, Enum):
+    """Tier label of a counted token; NONE is a token of a chunk that took the native path."""
+
+    HIGH = "high"
+    MID = "mid"
+    LOW = "low"
+    NONE = "none"
+
+
+class SlotState(str, Enum):
+    """State of a landing or staging slot."""
+
+    IN_USE = "in_use"
+    FREE = "free"
+    QUARANTINED = "quarantined"
+
+
+class Wait(str, Enum):
+    """What a chunk waited for."""
+
+    FORWARD = "forward"
+    SLOT = "slot"
+    OPEN = "open"
+    DONE = "done"
+
+
+class Rejection(str, Enum):
+    """Why a control message was thrown away."""
+
+    STALE = "stale"
+    GARBAGE = "garbage"
+
+
+class Reason(str, Enum):
+    """Why a chunk travelled on its path."""
+
+    TIERED = "tiered"
+    BELOW_MIN_TOKENS = "below_min_tokens"
+
+    PEER_WITHOUT_SPECTRUMKV = "peer_without_spectrumkv"
+    PROTOCOL_VERSION = "protocol_version"
+    DISABLED = "disabled"
+    TP_MISMATCH = "tp_mismatch"
+    PIPELINE_PARALLEL = "pipeline_parallel"
+    MLA = "mla"
+    HYBRID_STATE = "hybrid_state"
+    DRAFT_KV = "draft_kv"
+    HOST_DESTINATION = "host_destination"
+    DCP = "dcp"
+    STAGING = "staging"
+    UNSUPPORTED_POOL = "unsupported_pool"
+    UNSUPPORTED_DTYPE = "unsupported_dtype"
+    GEOMETRY_MISMATCH = "geometry_mismatch"
+    ROOM_UNKNOWN_TO_PLUGIN = "room_unknown_to_plugin"
+    POOL_EXHAUSTED = "pool_exhausted"
+    OPEN_TIMEOUT = "open_timeout"
+    CONTROL_ERROR = "control_error"
+    PAYLOAD_TOO_LARGE = "payload_too_large"
+    REGISTRATION_FAILED = "registration_failed"
+    MOONCAKE_BATCHING = "mooncake_batching"
+    PAYLOAD_REJECTED = "payload_rejected"
+    INTERNAL_ERROR = "internal_error"
+
+    @property
+    def path(self) -> Path:
+        """The path that this reason belongs to: a reason never occurs on both."""
+        return Path.TIERED if self in (Reason.TIERED, Reason.BELOW_MIN_TOKENS) else Path.NATIVE
+
+    @property
+    def meaning(self) -> str:
+        """One line for logs and docs: what happened and what an operator can do about it."""
+        return _REASON_MEANING[self]
+
+
+class FailureCause(str, Enum):
+    """Why a tiered chunk failed after it was started."""
+
+    WRITE_FAILED = "write_failed"
+    WRITE_TIMEOUT = "write_timeout"
+    UNPACK_FAILED = "unpack_failed"
+    CHECKSUM_MISMATCH = "checksum_mismatch"
+    STALE_GENERATION = "stale_generation"
+    ROOM_GONE = "room_gone"
+    PAGE_RANGE = "page_range"
+    COMMIT_TIMEOUT = "commit_timeout"
+    DTYPE_MISMATCH = "dtype_mismatch"
+    BAD_MESSAGE = "bad_message"
+    SLOT_LEASE_EXPIRED = "slot_lease_expired"
+    IMPORTANCE_UNOBSERVED = "importance_unobserved"
+    INTERNAL_ERROR = "internal_error"
+
+    @property
+    def meaning(self) -> str:
+        """One line for logs and docs: what happened and what an operator can do about it."""
+        return _FAILURE_MEANING[self]
+
+
+_REASON_MEANING: dict[Reason, str] = {
+    Reason.TIERED: "packed in tiers chosen from importance and the budget",
+    Reason.BELOW_MIN_TOKENS: "shorter than min_tokens: packed at native precision",
+    Reason.PEER_WITHOUT_SPECTRUMKV: "decode sent no SpectrumKV handshake: start it with this backend too",
+    Reason.PROTOCOL_VERSION: "the peer speaks another protocol version: finish the rolling upgrade",
+    Reason.DISABLED: "SpectrumKV is switched off by `enabled: false`",
+    Reason.TP_MISMATCH: "prefill and decode split the heads differently: use the same tensor-parallel size on both",
+    Reason.PIPELINE_PARALLEL: "pipeline parallelism splits the layers over ranks: not tiered",
+    Reason.MLA: "the model keeps latent (MLA) KV: not tiered",
+    Reason.HYBRID_STATE: "the model has recurrent or split sliding-window state beside its KV: not tiered",
+    Reason.DRAFT_KV: "speculative decoding's draft KV shares the pool list: not tiered",
+    Reason.HOST_DESTINATION: "decode receives into host memory: not tiered",
+    Reason.DCP: "decode context parallelism spreads a request over ranks: not tiered",
+    Reason.STAGING: "SGLang's own staging buffer is on: switch it off to use tiers",
+    Reason.UNSUPPORTED_POOL: "the KV pool has a layout that SpectrumKV does not know: not tiered",
+    Reason.UNSUPPORTED_DTYPE: "the KV dtype is not float32, float16 or bfloat16: not tiered",
+    Reason.GEOMETRY_MISMATCH: "layers, heads, head size or page size differ between the peers: serve one model",
+    Reason.ROOM_UNKNOWN_TO_PLUGIN: "the room was registered before SpectrumKV saw it: harmless after a restart",
+    Reason.POOL_EXHAUSTED: "decode had no free landing slot within slot_wait_s: raise landing_slots",
+    Reason.OPEN_TIMEOUT: "decode did not answer OPEN within open_timeout_s: can prefill reach its control port?",
+    Reason.CONTROL_ERROR: "the control channel refused or broke: the log line of the same time names the error",
+    Reason.PAYLOAD_TOO_LARGE: "one page does not fit into a slot: raise slot_bytes",
+    Reason.REGISTRATION_FAILED: "Mooncake refused to register the slots: run `spectrumkv doctor`",
+    Reason.MOONCAKE_BATCHING: "SGLang is set to split transfers into index batches: not tiered",
+    Reason.PAYLOAD_REJECTED: "decode refused a payload, so the chunk was sent again natively: the failures say why",
+    Reason.INTERNAL_ERROR: "an unexpected error before the send: the log holds the traceback, please report it",
+}
+
+_FAILURE_MEANING: dict[FailureCause, str] = {
+    FailureCause.WRITE_FAILED: "Mooncake reported a failed write: the peer died or the network broke",
+    FailureCause.WRITE_TIMEOUT: "a write did not finish within write_timeout_s: slow or hung link or peer",
+    FailureCause.UNPACK_FAILED: "decode could not unpack a payload: its log names the error",
+    FailureCause.CHECKSUM_MISMATCH: "the bytes that landed are not the bytes that were sent",
+    FailureCause.STALE_GENERATION: "a COMMIT named a slot that had been given to someone else since",
+    FailureCause.ROOM_GONE: "decode had aborted or finished the room",
+    FailureCause.PAGE_RANGE: "a COMMIT named pages outside those that decode allocated for the room",
+    FailureCause.COMMIT_TIMEOUT: "decode did not answer COMMIT within unpack_timeout_s",
+    FailureCause.DTYPE_MISMATCH: "prefill and decode keep KV in different dtypes: set one --dtype for both",
+    FailureCause.BAD_MESSAGE: "a control message could not be read: another version or another program on the port",
+    FailureCause.SLOT_LEASE_EXPIRED: "prefill took longer than lease_s to use a granted slot",
+    FailureCause.IMPORTANCE_UNOBSERVED: "attention could not be observed in a forward: its tokens count as unimportant",
+    FailureCause.INTERNAL_ERROR: "an unexpected error: the log holds the traceback, please report it",
+}

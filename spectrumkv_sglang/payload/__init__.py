@@ -1,0 +1,1 @@
+"""The precision-tiered payload: its layout, and packing and unpacking it."""

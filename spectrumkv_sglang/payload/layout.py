@@ -1,0 +1,223 @@
+"""Where every array of a payload lies, as a function of geometry, precision table and rows per tier alone.
+
+A payload is the prologue, then for each layer its K block and its V block. A block starts on a 256-byte boundary and
+holds, for each tier that has rows and each run of heads of one precision, the codes ``[rows, heads, c]`` and then the
+parameters ``[rows, heads, p]`` (float16), each on a 16-byte boundary. Rows of one tier keep the order of the chunk.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from spectrumkv_sglang.kernels.precision import Precision
+from spectrumkv_sglang.kernels.quantisers import quantiser_for
+from spectrumkv_sglang.payload.errors import PayloadError
+from spectrumkv_sglang.payload.geometry import KVGeometry
+from spectrumkv_sglang.payload.precision_table import PrecisionTable
+from spectrumkv_sglang.payload.prologue import PROLOGUE_BYTES
+
+BLOCK_ALIGNMENT = 256
+"""Byte alignment of each (layer, K|V) block and of the payload's length."""
+ARRAY_ALIGNMENT = 16
+"""Byte alignment of each array of codes or parameters."""
+
+
+class Segment(NamedTuple):
+    """One run of heads of one precision in one tier of one (layer, K|V); offsets count from the payload's start."""
+
+    tier: int
+    layer: int
+    kv: int
+    head_lo: int
+    head_hi: int
+    precision: Precision
+    rows: int
+    row_start: int
+    """First row of the tier once rows are grouped by tier."""
+    codes_offset: int
+    codes_bytes: int
+    params_offset: int
+    params_bytes: int
+
+    @property
+    def heads(self) -> int:
+        """Heads in the run."""
+        return self.head_hi - self.head_lo
+
+
+@dataclass(frozen=True)
+class PayloadLayout:
+    """Every array of one payload.
+
+    Attributes:
+        geometry: KV geometry that the payload is cut for.
+        table: precision table in force.
+        rows_per_tier: rows (tokens) of each tier of the table.
+        segments: in ascending offset order; tiers without rows have none.
+        total_bytes: length of the payload with prologue and padding, a multiple of 256.
+    """
+
+    geometry: KVGeometry
+    table: PrecisionTable
+    rows_per_tier: tuple[int, ...]
+    segments: tuple[Segment, ...]
+    total_bytes: int
+    prologue_bytes: int = PROLOGUE_BYTES
+
+    @property
+    def rows(self) -> int:
+        """Rows of all tiers."""
+        return sum(self.rows_per_tier)
+
+
+def plan_layout(geometry: KVGeometry, table: PrecisionTable, rows_per_tier: Sequence[int]) -> PayloadLayout:
+    """Place every array of a payload of ``rows_per_tier`` rows.
+
+    Raises:
+        PayloadError: the table does not belong to the geometry, or the counts are not one per tier and >= 0.
+    """
+    rows_of = _check_rows(geometry, table, rows_per_tier)
+    segments: list[Segment] = []
+    offset = PROLOGUE_BYTES
+    for layer in range(geometry.layers):
+        for kv in (0, 1):
+            offset = _align(offset, BLOCK_ALIGNMENT)
+            row_start = 0
+            for tier, rows in enumerate(rows_of):
+                if not rows:
+                    continue
+                for lo, hi, precision in table.head_runs(tier, layer, kv):
+                    codes, params = _array_bytes(geometry, kv, precision, rows, hi - lo)
+                    params_offset = _align(offset + codes, ARRAY_ALIGNMENT)
+                    segments.append(
+                        Segment(
+                            tier, layer, kv, lo, hi, precision, rows, row_start, offset, codes, params_offset, params
+                        )
+                    )
+                    offset = _align(params_offset + params, ARRAY_ALIGNMENT)
+                row_start += rows
+    return PayloadLayout(geometry, table, rows_of, tuple(segments), _align(offset, BLOCK_ALIGNMENT))
+
+
+def payload_bytes(geometry: KVGeometry, table: PrecisionTable, rows_per_tier: Sequence[int]) -> int:
+    """Return ``plan_layout(...).total_bytes`` without placing anything; monotone in every count.
+
+    Raises:
+        PayloadError: as `plan_layout`.
+    """
+    rows_of = _check_rows(geometry, table, rows_per_tier)
+    census = _census(geometry, table)
+    sizes = [_padded_bytes(geometry, kind, rows_of[kind.tier]) for kind in census.kinds]
+    blocks = census.kinds_per_block @ np.array(sizes, dtype=np.int64)
+    return PROLOGUE_BYTES + int(_align_array(blocks, BLOCK_ALIGNMENT) @ census.block_counts)
+
+
+def bytes_per_row(geometry: KVGeometry, table: PrecisionTable) -> npt.NDArray[np.int64]:
+    """Codes and parameters of one row of each tier, int64 [tiers], in bytes and without alignment."""
+    table.check_geometry(geometry)
+    cost = np.zeros(table.tiers, dtype=np.int64)
+    census = _census(geometry, table)
+    for index, kind in enumerate(census.kinds):
+        occurrences = int(census.kinds_per_block[:, index] @ census.block_counts)
+        cost[kind.tier] += occurrences * sum(_array_bytes(geometry, kind.kv, kind.precision, 1, kind.heads))
+    return cost
+
+
+def max_padding_bytes(geometry: KVGeometry, table: PrecisionTable, tiers_used: Iterable[int]) -> int:
+    """Most bytes that one payload can spend on prologue and alignment.
+
+    Args:
+        geometry: KV geometry of the rank.
+        table: precision table in force.
+        tiers_used: indices of the tiers that may have rows.
+
+    Returns:
+        An upper bound of ``payload_bytes(rows) - sum(rows * bytes_per_row)`` over all row counts of those tiers.
+    """
+    table.check_geometry(geometry)
+    used = set(tiers_used)
+    census = _census(geometry, table)
+    # Every array is padded to a multiple of 16 bytes, so a block wants at most 240 more for its 256.
+    slack = np.array([_array_slack(geometry, kind) if kind.tier in used else 0 for kind in census.kinds])
+    per_block = census.kinds_per_block @ slack + (BLOCK_ALIGNMENT - ARRAY_ALIGNMENT)
+    return PROLOGUE_BYTES + int(per_block @ census.block_counts)
+
+
+class _Kind(NamedTuple):
+    """Segments that differ only in where they lie."""
+
+    tier: int
+    kv: int
+    precision: Precision
+    heads: int
+
+
+class _Census(NamedTuple):
+    """How many segments of which kind the table makes, with equal (layer, K|V) blocks counted once."""
+
+    kinds: tuple[_Kind, ...]
+    kinds_per_block: npt.NDArray[np.int64]
+    block_counts: npt.NDArray[np.int64]
+
+
+@lru_cache(maxsize=64)
+def _census(geometry: KVGeometry, table: PrecisionTable) -> _Census:
+    table.check_geometry(geometry)
+    blocks: Counter[tuple[tuple[_Kind, int], ...]] = Counter()
+    for layer in range(geometry.layers):
+        for kv in (0, 1):
+            kinds = Counter(
+                # Equal head dimensions make K and V segments alike.
+                _Kind(tier, kv if geometry.head_dim != geometry.v_head_dim else 0, precision, hi - lo)
+                for tier in range(table.tiers)
+                for lo, hi, precision in table.head_runs(tier, layer, kv)
+            )
+            blocks[tuple(sorted(kinds.items()))] += 1
+    index = {kind: i for i, kind in enumerate(sorted({kind for block in blocks for kind, _ in block}))}
+    kinds_per_block = np.zeros((len(blocks), len(index)), dtype=np.int64)
+    for row, block in enumerate(blocks):
+        for kind, count in block:
+            kinds_per_block[row, index[kind]] = count
+    return _Census(tuple(index), kinds_per_block, np.array(list(blocks.values()), dtype=np.int64))
+
+
+def _array_bytes(geometry: KVGeometry, kv: int, precision: Precision, rows: int, heads: int) -> tuple[int, int]:
+    quantiser = quantiser_for(precision)
+    codes = quantiser.code_bytes(rows, heads, geometry.dim_of(kv), geometry.itemsize)
+    return codes, quantiser.param_bytes(rows, heads)
+
+
+def _padded_bytes(geometry: KVGeometry, kind: _Kind, rows: int) -> int:
+    if not rows:
+        return 0
+    codes, params = _array_bytes(geometry, kind.kv, kind.precision, rows, kind.heads)
+    return _align(codes, ARRAY_ALIGNMENT) + _align(params, ARRAY_ALIGNMENT)
+
+
+def _array_slack(geometry: KVGeometry, kind: _Kind) -> int:
+    """Most padding bytes of one segment: an array of a multiple of 2^k bytes wants at most 16 - 2^k."""
+    sizes = _array_bytes(geometry, kind.kv, kind.precision, 1, kind.heads)
+    return sum(ARRAY_ALIGNMENT - int(np.gcd(size, ARRAY_ALIGNMENT)) for size in sizes)
+
+
+def _check_rows(geometry: KVGeometry, table: PrecisionTable, rows_per_tier: Sequence[int]) -> tuple[int, ...]:
+    table.check_geometry(geometry)
+    rows = tuple(int(count) for count in rows_per_tier)
+    if len(rows) != table.tiers or min(rows) < 0:
+        raise PayloadError(f"payload layout: expected {table.tiers} row counts >= 0, got {list(rows)}")
+    return rows
+
+
+def _align(offset: int, alignment: int) -> int:
+    return -(-offset // alignment) * alignment
+
+
+def _align_array(sizes: npt.NDArray[np.int64], alignment: int) -> npt.NDArray[np.int64]:
+    return -(-sizes // alignment) * alignment

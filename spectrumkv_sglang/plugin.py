@@ -1,0 +1,152 @@
+"""SGLang's entry point ``sglang.srt.plugins``: makes the backend choosable and, where it is chosen, installs it.
+
+The launching process only accepts the name, the ``--spectrumkv-config`` flag and checks everything before it serves.
+Its children see ``SPECTRUMKV_ACTIVE`` and install the hooks; without it nothing of SGLang's data path is touched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import multiprocessing
+import os
+import sys
+from typing import Any
+
+from spectrumkv_sglang import sglang_compat as compat
+from spectrumkv_sglang.errors import SpectrumKVError
+
+logger = logging.getLogger(__name__)
+
+CONFIG_FLAG = "--spectrumkv-config"
+
+_observer: Any = None
+
+
+def register() -> None:
+    """Called by SGLang in every process, before it parses arguments."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    try:
+        compat.add_backend_choices()
+        for name in (compat.PD_HOOK, compat.CLI_HOOK):
+            compat.resolve(name)
+    except (ImportError, AttributeError) as error:
+        _stop_if_requested(error)
+        return
+    HookRegistry.register(compat.CLI_HOOK, _add_config_flag, HookType.AFTER)
+    HookRegistry.register(compat.PD_HOOK, _choose_backend, HookType.BEFORE)
+    if compat.active_backend() is None:
+        return
+    try:
+        compat.require_extension_points()
+    except SpectrumKVError as error:
+        # SGLang logs a plugin's exceptions and goes on; serving without the chosen backend would be silent.
+        raise SystemExit(f"spectrumkv: {error}") from error
+    HookRegistry.register(compat.KV_CLASS_HOOK, _kv_class, HookType.AROUND)
+    HookRegistry.register(compat.REGISTRATION_HOOK, _read_registration, HookType.AROUND)
+    HookRegistry.register(compat.PREFILL_QUEUE_HOOK, _attach_prefill, HookType.AROUND)
+    HookRegistry.register(compat.DECODE_QUEUE_HOOK, _attach_decode, HookType.AROUND)
+    HookRegistry.register(compat.ATTENTION_HOOK, _attention, HookType.AROUND)
+
+
+def _stop_if_requested(error: Exception) -> None:
+    """SGLang's argument handling is not the one we know: stop if this server asked for the backend."""
+    if compat.active_backend() or any(argument.split("=")[-1].startswith(compat.BACKEND) for argument in sys.argv):
+        raise SystemExit(
+            f"spectrumkv: SGLang {compat.installed_sglang_version()} has no place to register the backend ({error}); "
+            "install SGLang 0.5.16 to 0.5.23 or use --disaggregation-transfer-backend mooncake"
+        ) from error
+
+
+# ---- launching process -------------------------------------------------------------------------------------------
+
+
+class _SetConfigPath(argparse.Action):
+    """Hands the file's path to the scheduler processes, which do not see the command line."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        os.environ[compat.CONFIG_VARIABLE] = os.path.abspath(values)
+
+
+def _add_config_flag(result: Any, parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        CONFIG_FLAG,
+        action=_SetConfigPath,
+        default=argparse.SUPPRESS,
+        metavar="FILE",
+        help="YAML configuration of the spectrumkv disaggregation backend (also: SPECTRUMKV_CONFIG).",
+    )
+
+
+def _choose_backend(server_args: Any, *args: Any, **kwargs: Any) -> None:
+    """Before SGLang validates its disaggregation arguments."""
+    chosen = compat.alias_to_mooncake(server_args)
+    if chosen is None:
+        if multiprocessing.parent_process() is None:
+            os.environ.pop(compat.ACTIVE_VARIABLE, None)
+        return
+    from spectrumkv_sglang.config import load_config
+
+    compat.require_extension_points()
+    config = load_config()
+    os.environ[compat.ACTIVE_VARIABLE] = chosen
+    logger.info("disaggregation transfer backend %s -> mooncake, with tiered KV (%s)", chosen, config.profile)
+
+
+# ---- scheduler processes -----------------------------------------------------------------------------------------
+
+
+def _kv_class(original: Any, transfer_backend: Any, class_type: Any) -> Any:
+    found = original(transfer_backend, class_type)
+    if getattr(transfer_backend, "value", transfer_backend) != "mooncake" or found is None:
+        return found
+    from spectrumkv_sglang.transfer import manager
+
+    ours = (manager.SpectrumKVManager, manager.SpectrumKVSender, manager.SpectrumKVReceiver)
+    return next((cls for cls in ours if cls.__mro__[1] is found), found)
+
+
+def _read_registration(original: Any, cls: Any, msg: list[bytes]) -> Any:
+    """Take decode's handshake out of its registration; a handshake that cannot be read means native transfer."""
+    from spectrumkv_sglang.transfer.errors import ControlMessageError
+    from spectrumkv_sglang.transfer.handshake import decode_handshake, split_handshake
+
+    frames, handshake = split_handshake(msg)
+    info = original(cls, frames)
+    if handshake is not None:
+        try:
+            info.spectrumkv_handshake = decode_handshake(handshake)
+        except ControlMessageError as error:
+            info.spectrumkv_handshake = error
+    return info
+
+
+def _attach_prefill(original: Any, queue: Any, *args: Any, **kwargs: Any) -> Any:
+    kv_manager = original(queue, *args, **kwargs)
+    view = kv_manager.attach(queue.token_to_kv_pool, queue.draft_token_to_kv_pool)
+    if view is not None and kv_manager.prefill_rank.scores is not None:
+        from spectrumkv_sglang.importance.attention_hook import AttentionObserver
+
+        global _observer
+        _observer = AttentionObserver(
+            k_buffers=view.buffers.k,
+            req_to_token=queue.scheduler.req_to_token_pool.req_to_token,
+            scores=kv_manager.prefill_rank.scores,
+            scorer=kv_manager.prefill_rank.scorer,
+            on_error=kv_manager.observation_failed,
+        )
+    return kv_manager
+
+
+def _attach_decode(original: Any, queue: Any, *args: Any, **kwargs: Any) -> Any:
+    kv_manager = original(queue, *args, **kwargs)
+    kv_manager.attach(queue.token_to_kv_pool, queue.draft_token_to_kv_pool)
+    return kv_manager
+
+
+def _attention(original: Any, backend: Any, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, *a: Any, **kw: Any) -> Any:
+    output = original(backend, q, k, v, layer, forward_batch, *a, **kw)
+    if _observer is not None:
+        _observer.observe(q, layer, forward_batch)
+    return output

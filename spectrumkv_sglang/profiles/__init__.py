@@ -1,0 +1,1 @@
+"""Precision profiles, and token tiers under a byte budget."""

@@ -1,0 +1,225 @@
+"""Everything that depends on how a given SGLang version looks. Nothing else tests a version.
+
+Supported: SGLang 0.5.16 to 0.5.23. What is needed of SGLang is listed as extension points; a server that chooses
+this backend does not start when one of them is missing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import inspect
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from spectrumkv_sglang.errors import SpectrumKVError
+
+OLDEST_SGLANG = (0, 5, 16)
+NEWEST_SGLANG = (0, 5, 23)
+
+BACKEND = "spectrumkv"
+BACKEND_TCP = "spectrumkv_tcp"
+ACTIVE_VARIABLE = "SPECTRUMKV_ACTIVE"
+CONFIG_VARIABLE = "SPECTRUMKV_CONFIG"
+
+PD_HOOK = "sglang.srt.arg_groups.pd_disaggregation_hook.handle_pd_disaggregation"
+CLI_HOOK = "sglang.srt.server_args.ServerArgs.add_cli_args"
+KV_CLASS_HOOK = "sglang.srt.disaggregation.utils.get_kv_class"
+REGISTRATION_HOOK = "sglang.srt.disaggregation.mooncake.conn.KVArgsRegisterInfo.from_zmq"
+PREFILL_QUEUE_HOOK = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue._init_kv_manager"
+DECODE_QUEUE_HOOK = "sglang.srt.disaggregation.decode.DecodePreallocQueue._init_kv_manager"
+ATTENTION_HOOK = "sglang.srt.layers.attention.base_attn_backend.AttentionBackend.forward"
+
+_CONN = "sglang.srt.disaggregation.mooncake.conn"
+
+
+@dataclass(frozen=True)
+class ExtensionPoint:
+    """One thing that the backend needs of SGLang. ``detail`` says what was found or what is missing."""
+
+    name: str
+    needed_for: str
+    found: bool
+    detail: str
+
+
+_REQUIRED: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    # dotted name, parameters that must be accepted, what it is needed for
+    (PD_HOOK, ("server_args",), "accept the backend's name and hand it to SGLang as mooncake"),
+    (CLI_HOOK, ("parser",), "the --spectrumkv-config flag"),
+    (KV_CLASS_HOOK, ("transfer_backend", "class_type"), "return this backend's manager, sender and receiver"),
+    (REGISTRATION_HOOK, ("msg",), "read decode's handshake on prefill"),
+    (PREFILL_QUEUE_HOOK, (), "learn prefill's KV pool"),
+    (DECODE_QUEUE_HOOK, (), "learn decode's KV pool"),
+    (ATTENTION_HOOK, ("q", "layer", "forward_batch"), "observe which tokens are attended to"),
+    (
+        f"{_CONN}.MooncakeKVManager.send_kvcache",
+        ("mooncake_session_id", "prefill_kv_indices", "dst_kv_ptrs", "dst_kv_indices", "executor"),
+        "send a chunk as a tiered payload",
+    ),
+    (f"{_CONN}.MooncakeKVManager.send_kvcache_slice", (), "count chunks between unequal TP sizes"),
+    (f"{_CONN}.MooncakeKVManager.transfer_worker", ("queue",), "know which room a chunk belongs to"),
+    (f"{_CONN}.MooncakeKVManager.check_status", ("bootstrap_room",), "stop when a room is aborted"),
+    (f"{_CONN}.MooncakeKVManager.record_failure", ("bootstrap_room", "failure_reason"), "tell why a room failed"),
+    (
+        f"{_CONN}.MooncakeKVReceiver.send_metadata",
+        ("kv_indices",),
+        "know the pages that decode allocated for a room",
+    ),
+    (
+        f"{_CONN}.MooncakeKVReceiver._connect_to_bootstrap_server",
+        ("bootstrap_info",),
+        "add the handshake to decode's registration",
+    ),
+    (f"{_CONN}.MooncakeKVReceiver.poll", (), "close a room before its pages are freed"),
+    (f"{_CONN}.MooncakeKVReceiver.abort", (), "close a room before its pages are freed"),
+    (f"{_CONN}.MooncakeKVReceiver.clear", (), "close a room before its pages are freed"),
+    ("sglang.srt.mem_cache.memory_pool.MHATokenToKVPool", (), "recognise the one KV layout that is tiered"),
+)
+
+
+def installed_sglang_version() -> str | None:
+    """Version of the SGLang that would be imported, or None."""
+    try:
+        return str(importlib.import_module("sglang").__version__)
+    except Exception:
+        try:
+            return importlib.metadata.version("sglang")
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+
+def version_supported(version: str) -> bool:
+    """Whether ``version`` lies in the tested range."""
+    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:3] if part.isdigit())
+    return len(numbers) == 3 and OLDEST_SGLANG <= numbers <= NEWEST_SGLANG
+
+
+def check_extension_points() -> list[ExtensionPoint]:
+    """Look for every extension point in the SGLang that is installed. Imports SGLang; raises nothing."""
+    points = [_check_choices()]
+    points += [_check(name, parameters, needed_for) for name, parameters, needed_for in _REQUIRED]
+    return points
+
+
+def require_extension_points() -> None:
+    """Raise SpectrumKVError that names every missing extension point."""
+    missing = [point for point in check_extension_points() if not point.found]
+    if missing:
+        lines = "\n".join(f"  - {point.name}: {point.detail} (needed to {point.needed_for})" for point in missing)
+        raise SpectrumKVError(
+            f"SGLang {installed_sglang_version()} lacks what the spectrumkv backend extends:\n{lines}\n"
+            "Install SGLang 0.5.16 to 0.5.23, or start this server with --disaggregation-transfer-backend mooncake."
+        )
+
+
+def _check_choices() -> ExtensionPoint:
+    needed_for = "accept the backend's name on the command line"
+    try:
+        _choices_extender()
+    except ImportError as error:
+        return ExtensionPoint("add_disagg_transfer_backend_choices", needed_for, False, str(error))
+    return ExtensionPoint("add_disagg_transfer_backend_choices", needed_for, True, "found")
+
+
+def _check(name: str, parameters: tuple[str, ...], needed_for: str) -> ExtensionPoint:
+    try:
+        target = resolve(name)
+    except (ImportError, AttributeError) as error:
+        return ExtensionPoint(name, needed_for, False, f"not found ({error})")
+    if parameters:
+        try:
+            signature = inspect.signature(inspect.unwrap(target))
+        except (TypeError, ValueError) as error:
+            return ExtensionPoint(name, needed_for, False, f"signature unreadable ({error})")
+        lacking = [parameter for parameter in parameters if parameter not in signature.parameters]
+        if lacking:
+            return ExtensionPoint(name, needed_for, False, f"takes {signature}, expected {', '.join(lacking)} in it")
+    return ExtensionPoint(name, needed_for, True, "found")
+
+
+def resolve(name: str) -> Any:
+    """The object with the dotted ``name``. Raises ImportError or AttributeError."""
+    parts = name.split(".")
+    for split in range(len(parts) - 1, 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:split]))
+        except ModuleNotFoundError as error:
+            if error.name and not ".".join(parts[:split]).startswith(error.name):
+                raise  # a module that SGLang itself needs is missing
+            continue
+        for attribute in parts[split:]:
+            found = getattr(found, attribute)
+        return found
+    raise ImportError(f"no module for {name}")
+
+
+def _choices_extender() -> Any:
+    try:
+        from sglang.srt.arg_groups.choices import add_disagg_transfer_backend_choices  # 0.5.17 on
+    except ImportError:
+        from sglang.srt.server_args import add_disagg_transfer_backend_choices
+    return add_disagg_transfer_backend_choices
+
+
+def add_backend_choices() -> None:
+    """Let the command line accept ``spectrumkv`` and ``spectrumkv_tcp``."""
+    _choices_extender()([BACKEND, BACKEND_TCP])
+
+
+def alias_to_mooncake(server_args: Any) -> str | None:
+    """Rewrite our backend's name to SGLang's own; returns the name that was chosen, or None when it was another.
+
+    SGLang does the same for its own ``mooncake_tcp``; every ``== "mooncake"`` in it then holds for us.
+    """
+    try:
+        from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+    except ImportError:
+        chosen = server_args.disaggregation_transfer_backend
+        if chosen not in (BACKEND, BACKEND_TCP):
+            return None
+        server_args.disaggregation_transfer_backend = _mooncake_name(chosen)
+        return str(chosen)
+    view = resolving_view(server_args)
+    chosen = view.disaggregation_transfer_backend
+    if chosen not in (BACKEND, BACKEND_TCP):
+        return None
+    if getattr(view, "disaggregation_enable_kv_checksum", False):
+        raise SpectrumKVError(
+            "--disaggregation-enable-kv-checksum compares KV bit by bit, but tiered KV is lossy by design: "
+            "drop the flag or use --disaggregation-transfer-backend mooncake"
+        )
+    declare_resolution(server_args, BACKEND, disaggregation_transfer_backend=_mooncake_name(chosen))
+    return str(chosen)
+
+
+def _mooncake_name(chosen: str) -> str:
+    return "mooncake_tcp" if chosen == BACKEND_TCP else "mooncake"
+
+
+def plain_pool_type() -> type:
+    """SGLang's pool class for plain MHA/GQA KV."""
+    return resolve("sglang.srt.mem_cache.memory_pool.MHATokenToKVPool")  # type: ignore[no-any-return]
+
+
+def mooncake_engine(manager: Any) -> Any:
+    """Mooncake's own TransferEngine behind SGLang's wrapper, which swallows error codes."""
+    return manager.engine.engine
+
+
+def kv_poll_failed() -> int:
+    from sglang.srt.disaggregation.base.conn import KVPoll
+
+    return int(KVPoll.Failed)
+
+
+def kv_poll_terminal() -> tuple[int, int]:
+    from sglang.srt.disaggregation.base.conn import KVPoll
+
+    return int(KVPoll.Success), int(KVPoll.Failed)
+
+
+def active_backend() -> str | None:
+    """The backend name that the launching process chose, inherited by its children; None when it was another."""
+    return os.environ.get(ACTIVE_VARIABLE) or None

@@ -1,0 +1,1 @@
+"""Moves tiered payloads from a prefill rank to a decode rank over Mooncake."""

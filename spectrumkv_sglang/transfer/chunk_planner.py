@@ -1,0 +1,129 @@
+"""Decides, per chunk, which precision each token travels in (prefill side)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from spectrumkv_sglang.config import SpectrumKVConfig
+from spectrumkv_sglang.importance.scorers import RuleScorer, Scorer
+from spectrumkv_sglang.importance.scores import SlotScores
+from spectrumkv_sglang.observability.reasons import Reason
+from spectrumkv_sglang.payload.precision_table import PrecisionTable
+from spectrumkv_sglang.profiles.chunk_plan import ChunkPlan, plan_chunk, protected_rows
+from spectrumkv_sglang.profiles.profile import Profile, load_profile
+from spectrumkv_sglang.profiles.tier import Tier
+from spectrumkv_sglang.transfer.pool_view import PoolView
+from spectrumkv_sglang.transfer.unpacking import pool_slots_of_pages
+
+# Size on the wire of one sub-chunk's COMMIT and DONE without tier map, an upper bound (checked by a test).
+SUBCHUNK_MESSAGE_BYTES = 256
+# OPEN, GRANTED and CLOSE of one chunk without the precision table, an upper bound for up to 16 granted slots.
+CHUNK_MESSAGE_BYTES = 1024
+
+NATIVE_PACKED = "native-packed"
+
+
+@dataclass(frozen=True)
+class PlannedChunk:
+    """A plan with the table it was made for and the reason that the metrics count."""
+
+    plan: ChunkPlan
+    table: PrecisionTable
+    profile: str
+    reason: Reason
+    budget_missed: bool  # there were tiers to choose from, and even the smallest choice exceeds the budget
+
+
+@dataclass(frozen=True)
+class BytesSent:
+    """Bytes of a room's chunks so far: what native transfer would have taken, and what went over the wire."""
+
+    native: int = 0
+    wire: int = 0
+
+    def budget_of_next(self, native_bytes: int, budget: float) -> float:
+        """Wire / native bytes that the next chunk of ``native_bytes`` may take so that the room keeps ``budget``."""
+        return min(1.5, max(0.0, (budget * (self.native + native_bytes) - self.wire) / native_bytes))
+
+
+class ChunkPlanner:
+    """Plans chunks of one prefill rank. Thread-safe: it only reads.
+
+    Args:
+        scores: attention scores by pool slot; None when the scorer is a rule.
+    """
+
+    def __init__(self, view: PoolView, config: SpectrumKVConfig, scorer: Scorer, scores: SlotScores | None) -> None:
+        self._view, self._config, self._scorer, self._scores = view, config, scorer, scores
+        self._profile = load_profile(config.profile)
+        self._table = self._profile.table(view.geometry, config.allowed_tiers)
+        self._usable_tiers = self._profile.usable_tiers(config.allowed_tiers)
+        self._native_profile: Profile = load_profile(NATIVE_PACKED)
+        self._native_table = self._native_profile.table(view.geometry)
+
+    def plan(
+        self,
+        *,
+        room: int,
+        pages: np.ndarray,
+        first_position: int,
+        prompt_tokens: int,
+        slot_bytes: int,
+        sent_before: BytesSent = BytesSent(),
+    ) -> PlannedChunk:
+        """Plan the chunk that lies in prefill's ``pages`` and starts at ``first_position`` of the prompt.
+
+        Args:
+            prompt_tokens: length of the whole prompt, or an upper bound of it rounded up to a page.
+            slot_bytes: largest payload, bytes.
+            sent_before: the room's earlier chunks; the budget holds for the room as a whole, so a chunk that was
+                too short for it is made up for by the next.
+
+        Raises:
+            PayloadError: one page does not fit a slot.
+        """
+        rows = len(pages) * self._view.geometry.page_size
+        if prompt_tokens < self._config.min_tokens:
+            everything = np.ones(rows, dtype=bool)
+            plan = self._plan(np.ones(rows, np.float32), self._native_table, 1.0, slot_bytes, everything, (Tier.HIGH,))
+            return PlannedChunk(plan, self._native_table, NATIVE_PACKED, Reason.BELOW_MIN_TOKENS, False)
+        sinks, recent = protected_rows(
+            first_position, rows, prompt_tokens, self._config.sink_tokens, self._config.recent_tokens
+        )
+        importance = self._importance(room, pages, first_position, rows)
+        budget = sent_before.budget_of_next(rows * self._view.geometry.native_bytes_per_token, self._config.budget)
+        plan = self._plan(importance, self._table, budget, slot_bytes, sinks, self._usable_tiers, preferred=recent)
+        missed = len(self._usable_tiers) > 1 and not plan.reachable
+        return PlannedChunk(plan, self._table, self._profile.name, Reason.TIERED, missed)
+
+    def _plan(
+        self,
+        importance: np.ndarray,
+        table: PrecisionTable,
+        budget: float,
+        slot_bytes: int,
+        forced_high: np.ndarray,
+        usable_tiers: tuple[Tier, ...],
+        preferred: np.ndarray | None = None,
+    ) -> ChunkPlan:
+        return plan_chunk(
+            importance,
+            self._view.geometry,
+            table,
+            budget,
+            slot_bytes,
+            forced_high,
+            usable_tiers,
+            message_bytes_per_subchunk=SUBCHUNK_MESSAGE_BYTES + CHUNK_MESSAGE_BYTES + len(table.to_bytes()),
+            preferred=preferred,
+        )
+
+    def _importance(self, room: int, pages: np.ndarray, first_position: int, rows: int) -> np.ndarray:
+        if isinstance(self._scorer, RuleScorer):
+            return self._scorer.scores(first_position, rows, room)
+        if self._scores is None:
+            raise ValueError(f"scorer {self._scorer.name} needs observed attention, but no scores are kept")
+        slots = pool_slots_of_pages(pages, self._view.geometry.page_size)
+        return self._scores.read(slots).cpu().numpy()

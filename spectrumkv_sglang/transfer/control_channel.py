@@ -1,0 +1,104 @@
+"""Prefill's side of the control channel: one DEALER socket per worker thread and decode endpoint."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+
+import zmq
+
+from spectrumkv_sglang.observability.reasons import FailureCause, Reason
+from spectrumkv_sglang.transfer.errors import ChunkFailedError, GoNativeError
+from spectrumkv_sglang.transfer.messages import (
+    MAX_MESSAGE_BYTES,
+    DecodeMessage,
+    PrefillMessage,
+    decode_from_decode,
+    encode,
+)
+
+_SEND_TIMEOUT_MS = 5000
+_MOST_CHANNELS = 256
+
+
+class ControlChannel:
+    """Request and reply with one decode rank. Not thread-safe: each worker thread owns its channels."""
+
+    def __init__(self, context: zmq.Context, endpoint: str) -> None:  # type: ignore[type-arg]
+        self.endpoint = endpoint
+        self.frame_bytes = 0  # bytes of frames sent and received, for wire accounting
+        self.stale_messages = 0
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDTIMEO, _SEND_TIMEOUT_MS)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        if endpoint.startswith("tcp://["):
+            self._socket.setsockopt(zmq.IPV6, 1)
+        self._socket.connect(endpoint)
+
+    def send(self, message: PrefillMessage) -> None:
+        """Queue one message. Raises ChunkFailedError(bad_message) when the socket does not take it in time."""
+        frame = encode(message)
+        try:
+            self._socket.send(frame)
+        except zmq.ZMQError as error:
+            raise ChunkFailedError(
+                FailureCause.BAD_MESSAGE, f"control message to {self.endpoint} could not be sent: {error}"
+            ) from error
+        self.frame_bytes += len(frame)
+
+    def receive(self, chunk: int, timeout: float) -> DecodeMessage | None:
+        """Next message that belongs to ``chunk``, or None after ``timeout`` seconds.
+
+        Messages of earlier chunks are dropped and counted; garbage raises ControlMessageError.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            remaining = deadline - time.monotonic()
+            if not self._socket.poll(max(0, int(remaining * 1000))):
+                return None
+            frame = self._socket.recv(zmq.NOBLOCK)
+            self.frame_bytes += len(frame)
+            message = decode_from_decode(frame)
+            if message.chunk == chunk:
+                return message
+            self.stale_messages += 1
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+
+
+class ControlChannels:
+    """The channels of one worker thread, least recently used ones closed first."""
+
+    def __init__(self, context: zmq.Context) -> None:  # type: ignore[type-arg]
+        self._context = context
+        self._channels: OrderedDict[str, ControlChannel] = OrderedDict()
+
+    def get(self, endpoint: str) -> ControlChannel:
+        """The channel to ``endpoint``. Raises GoNativeError(control_error) when it cannot be opened."""
+        channel = self._channels.get(endpoint)
+        if channel is None:
+            try:
+                channel = ControlChannel(self._context, endpoint)
+            except zmq.ZMQError as error:
+                raise GoNativeError(
+                    Reason.CONTROL_ERROR, f"cannot open a control channel to {endpoint}: {error}"
+                ) from error
+            self._channels[endpoint] = channel
+            if len(self._channels) > _MOST_CHANNELS:
+                self._channels.popitem(last=False)[1].close()
+        self._channels.move_to_end(endpoint)
+        return channel
+
+    def drop(self, endpoint: str) -> None:
+        """Close the channel to ``endpoint``, so that the next chunk starts from a fresh connection."""
+        channel = self._channels.pop(endpoint, None)
+        if channel is not None:
+            channel.close()
+
+    def close(self) -> None:
+        while self._channels:
+            self._channels.popitem()[1].close()
+
+

@@ -1,0 +1,72 @@
+"""The decode side of one rank: landing slots, rooms and the handshake that tells prefill about them."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+
+from spectrumkv_sglang.config import SpectrumKVConfig
+from spectrumkv_sglang.observability.metrics import TransferMetrics
+from spectrumkv_sglang.transfer.handshake import Handshake, encode_handshake
+from spectrumkv_sglang.transfer.landing_server import LandingServer
+from spectrumkv_sglang.transfer.pool_view import PoolView
+from spectrumkv_sglang.transfer.rooms import RoomRegistry
+from spectrumkv_sglang.transfer.slot_memory import SlotMemory
+from spectrumkv_sglang.transfer.slot_pool import SlotPool
+
+
+class DecodeRank:
+    """Owns everything that receives tiered payloads in one decode process.
+
+    Args:
+        engine: Mooncake's TransferEngine.
+        host: address of this rank that prefill ranks can reach.
+
+    Raises:
+        SpectrumKVError: the landing region could not be registered.
+    """
+
+    def __init__(
+        self, *, view: PoolView, config: SpectrumKVConfig, engine: Any, host: str, metrics: TransferMetrics
+    ) -> None:
+        self.rooms = RoomRegistry()
+        self._memory = SlotMemory(engine, config.landing_slots, config.slot_bytes, view.device)
+        self._pool = SlotPool(config.landing_slots, config.quarantine_s)
+        self.server = LandingServer(
+            view=view,
+            memory=self._memory,
+            pool=self._pool,
+            rooms=self.rooms,
+            metrics=metrics,
+            bind_host=config.control_host or host,
+            lease_seconds=config.lease_s,
+            slot_wait_seconds=config.slot_wait_s,
+        )
+        geometry = view.geometry
+        self.handshake = Handshake(
+            control_endpoint=self.server.endpoint,
+            boot_id=random.getrandbits(63),
+            kv_dtype=geometry.dtype,
+            layers=geometry.layers,
+            kv_heads=geometry.kv_heads,
+            head_dim=geometry.head_dim,
+            v_head_dim=geometry.v_head_dim,
+            page_size=geometry.page_size,
+            slot_bytes=config.slot_bytes,
+            landing_slots=config.landing_slots,
+        )
+        self.handshake_frame = encode_handshake(self.handshake)
+
+    def open_room(self, room: int, pages: Any) -> None:
+        """Payloads for ``room`` may now be unpacked into ``pages`` (page ids of decode's pool)."""
+        self.rooms.register(room, np.asarray(pages))
+
+    def close_room(self, room: int) -> None:
+        """No payload for ``room`` is unpacked once this returns."""
+        self.rooms.retire(room)
+
+    def close(self) -> None:
+        self.server.close()
+        self._memory.close()

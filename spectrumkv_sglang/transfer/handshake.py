@@ -1,0 +1,93 @@
+"""The frame that decode adds to SGLang's registration message, and what prefill reads from it.
+
+Decode registers its pool with a multipart message whose optional trailing frames SGLang reads by index, treating
+an empty frame as absent. The handshake goes behind a gap of empty frames, so that a plain peer of any supported
+version sees only fields that it takes as unset. No handshake, or one of another version, means native transfer.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from spectrumkv_sglang.transfer.errors import ControlMessageError
+from spectrumkv_sglang.transfer.messages import open_envelope, seal_envelope
+
+MAGIC = b"SKVH"
+REGISTRATION_MARK = b"None"
+# SGLang 0.5.23 reads 20 frames; the gap leaves room for fields that later versions append.
+HANDSHAKE_FRAME_INDEX = 48
+
+Count = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
+
+
+class Handshake(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What prefill must know of one decode rank before it sends it a tiered payload."""
+
+    control_endpoint: Annotated[str, msgspec.Meta(pattern=r"^tcp://", max_length=512)]
+    boot_id: Annotated[int, msgspec.Meta(ge=0)]  # random per process start
+    kv_dtype: str
+    layers: Count
+    kv_heads: Count
+    head_dim: Count
+    v_head_dim: Count
+    page_size: Count
+    slot_bytes: Annotated[int, msgspec.Meta(ge=1)]
+    landing_slots: Count
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Handshake)
+
+
+def encode_handshake(handshake: Handshake) -> bytes:
+    return seal_envelope(MAGIC, _encoder.encode(handshake))
+
+
+def decode_handshake(frame: bytes) -> Handshake:
+    """Parse a handshake frame. Raises ControlMessageError (garbage, truncated, other version)."""
+    body = open_envelope(frame, MAGIC, "handshake")
+    try:
+        return _decoder.decode(body)
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+        raise ControlMessageError(f"handshake of {len(frame)} bytes is malformed: {error}") from error
+
+
+def append_handshake(frames: list[bytes], handshake_frame: bytes) -> list[bytes]:
+    """Registration message ``frames`` with the handshake at its fixed index.
+
+    Raises:
+        ControlMessageError: the running SGLang's registration message is longer than the gap.
+    """
+    if len(frames) > HANDSHAKE_FRAME_INDEX:
+        raise ControlMessageError(
+            f"SGLang's registration message has {len(frames)} frames, expected at most {HANDSHAKE_FRAME_INDEX}"
+        )
+    return [*frames, *[b""] * (HANDSHAKE_FRAME_INDEX - len(frames)), handshake_frame]
+
+
+def split_handshake(frames: list[bytes]) -> tuple[list[bytes], bytes | None]:
+    """Undo :func:`append_handshake`: SGLang's own frames and the handshake frame, or None where there is none."""
+    if len(frames) != HANDSHAKE_FRAME_INDEX + 1 or not frames[-1].startswith(MAGIC):
+        return frames, None
+    own = frames[:HANDSHAKE_FRAME_INDEX]
+    while own and own[-1] == b"":
+        own = own[:-1]
+    return own, frames[-1]
+
+
+class RegistrationSocket:
+    """Stands before SGLang's PUSH socket and adds the handshake to registration messages only."""
+
+    def __init__(self, socket: object, handshake_frame: bytes) -> None:
+        self._socket = socket
+        self._handshake_frame = handshake_frame
+
+    def send_multipart(self, frames: list[bytes], *args: object, **kwargs: object) -> object:
+        if frames and frames[0] == REGISTRATION_MARK:
+            frames = append_handshake(list(frames), self._handshake_frame)
+        return self._socket.send_multipart(frames, *args, **kwargs)  # type: ignore[attr-defined]
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._socket, name)

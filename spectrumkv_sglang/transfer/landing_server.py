@@ -1,0 +1,362 @@
+"""Decode's side of the control channel: lends landing slots, unpacks what is committed, answers.
+
+One thread owns the ROUTER socket and all chunk state. Unpacking runs on a thread of its own, so that a long unpack
+never delays a grant; its results come back through a queue and an in-process socket pair that wakes the first one.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import torch
+import zmq
+
+from spectrumkv_sglang.observability.metrics import TransferMetrics
+from spectrumkv_sglang.observability.once import log_once
+from spectrumkv_sglang.observability.reasons import FailureCause, Reason, Rejection
+from spectrumkv_sglang.payload.errors import PayloadError
+from spectrumkv_sglang.payload.precision_table import PrecisionTable
+from spectrumkv_sglang.transfer.errors import ChunkFailedError, ControlMessageError
+from spectrumkv_sglang.transfer.messages import (
+    MAX_MESSAGE_BYTES,
+    Close,
+    Commit,
+    DecodeMessage,
+    Done,
+    Failed,
+    Granted,
+    Open,
+    Refused,
+    SlotGrant,
+    decode_from_prefill,
+    encode,
+)
+from spectrumkv_sglang.transfer.pool_view import PoolView
+from spectrumkv_sglang.transfer.rooms import RoomRegistry
+from spectrumkv_sglang.transfer.slot_memory import SlotMemory
+from spectrumkv_sglang.transfer.slot_pool import Slot, SlotPool
+from spectrumkv_sglang.transfer.unpacking import UnpackJob, unpack_commit
+
+logger = logging.getLogger(__name__)
+
+_IDLE_POLL_SECONDS = 0.5
+_WAITING_POLL_SECONDS = 0.005
+_MOST_WAITING = 4096
+
+ChunkKey = tuple[bytes, int]
+
+
+@dataclass
+class _OpenChunk:
+    open: Open
+    table: PrecisionTable
+    slots: dict[int, Slot] = field(default_factory=dict)
+    unpacking: set[int] = field(default_factory=set)
+    last_seen: float = 0.0
+    closed: bool = False
+    failed_slots: frozenset[int] = frozenset()
+
+
+@dataclass
+class _Waiting:
+    key: ChunkKey
+    chunk: _OpenChunk
+    deadline: float
+
+
+@dataclass
+class _Result:
+    key: ChunkKey
+    commit: Commit
+    seconds: float
+    failure: ChunkFailedError | None
+
+
+class LandingServer:
+    """Serves one decode rank's landing slots.
+
+    Args:
+        bind_host: address to bind the control socket to; a random port is chosen.
+        lease_seconds: a chunk from which nothing was heard for this long is given up and its slots quarantined.
+        slot_wait_seconds: upper bound for how long an OPEN may wait for a free slot.
+    """
+
+    def __init__(
+        self,
+        *,
+        view: PoolView,
+        memory: SlotMemory,
+        pool: SlotPool,
+        rooms: RoomRegistry,
+        metrics: TransferMetrics,
+        bind_host: str,
+        lease_seconds: float,
+        slot_wait_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._view, self._memory, self._pool, self._rooms, self._metrics = view, memory, pool, rooms, metrics
+        self._lease_seconds, self._slot_wait_seconds, self._clock = lease_seconds, slot_wait_seconds, clock
+        self._chunks: dict[ChunkKey, _OpenChunk] = {}
+        self._waiting: list[_Waiting] = []
+        self._jobs: queue.SimpleQueue[tuple[ChunkKey, UnpackJob] | None] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[_Result] = queue.SimpleQueue()
+        self._stopping = threading.Event()
+        self._context = zmq.Context()
+        host = f"[{bind_host}]" if ":" in bind_host else bind_host
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.setsockopt(zmq.LINGER, 0)
+        self._router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._router.setsockopt(zmq.IPV6, int(":" in bind_host))
+        port = self._router.bind_to_random_port(f"tcp://{host}")
+        self.endpoint = f"tcp://{host}:{port}"
+        self._wake_receiver = self._context.socket(zmq.PAIR)
+        self._wake_receiver.bind("inproc://unpacked")
+        self._threads = [
+            threading.Thread(target=self._serve, name="spectrumkv-control", daemon=True),
+            threading.Thread(target=self._unpack_loop, name="spectrumkv-unpack", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def open_chunks(self) -> int:
+        """Number of chunks that hold or await slots."""
+        return len(self._chunks) + len(self._waiting)
+
+    def close(self, timeout: float = 10.0) -> None:
+        """End both threads and close the sockets; waits at most ``timeout`` seconds for each thread."""
+        self._stopping.set()
+        self._jobs.put(None)
+        for thread in self._threads:
+            thread.join(timeout)
+        self._context.destroy(linger=0)
+
+    # ---- unpack thread -------------------------------------------------------------------------------------------
+
+    def _unpack_loop(self) -> None:
+        wake = self._context.socket(zmq.PAIR)
+        wake.connect("inproc://unpacked")
+        device = self._view.device
+        stream = torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
+        with stream:
+            while (item := self._jobs.get()) is not None:
+                self._results.put(self._unpack(*item))
+                wake.send(b"")
+        wake.close(linger=0)
+
+    def _unpack(self, key: ChunkKey, job: UnpackJob) -> _Result:
+        failure: ChunkFailedError | None = None
+        seconds = 0.0
+        try:
+            seconds = unpack_commit(job, self._view, self._memory, self._rooms)
+        except ChunkFailedError as error:
+            failure = error
+        except Exception as error:
+            logger.exception("unpacking a payload of room %d failed", job.room)
+            failure = ChunkFailedError(FailureCause.UNPACK_FAILED, f"unpacking failed on decode: {error!r}")
+        return _Result(key, job.commit, seconds, failure)
+
+    # ---- control thread ------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._router, zmq.POLLIN)
+        poller.register(self._wake_receiver, zmq.POLLIN)
+        while not self._stopping.is_set():
+            pause = _WAITING_POLL_SECONDS if self._waiting else _IDLE_POLL_SECONDS
+            ready = dict(poller.poll(pause * 1000))
+            try:
+                if self._wake_receiver in ready:
+                    self._drain_results()
+                if self._router in ready:
+                    self._drain_requests()
+                self._serve_waiting()
+                self._expire_leases()
+                self._report_slots()
+            except Exception:
+                logger.exception("landing server: unexpected error; the server goes on")
+                self._metrics.failure(FailureCause.INTERNAL_ERROR)
+
+    def _drain_requests(self) -> None:
+        for _ in range(64):
+            try:
+                frames = self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if len(frames) != 2:
+                self._reject_garbage(f"expected 1 frame behind the identity, got {len(frames) - 1}")
+                continue
+            try:
+                message = decode_from_prefill(frames[1])
+            except ControlMessageError as error:
+                self._reject_garbage(str(error))
+                continue
+            key = (frames[0], message.chunk)
+            if isinstance(message, Open):
+                self._on_open(key, message)
+            elif isinstance(message, Commit):
+                self._on_commit(key, message)
+            else:
+                self._on_close(key, message)
+
+    def _reject_garbage(self, detail: str) -> None:
+        self._metrics.control_message_rejected(Rejection.GARBAGE)
+        log_once(logger, logging.WARNING, "bad-control-message", f"dropped a control message: {detail}")
+
+    def _on_open(self, key: ChunkKey, message: Open) -> None:
+        if key in self._chunks or any(waiting.key == key for waiting in self._waiting):
+            self._reply(key, Refused(key[1], Reason.CONTROL_ERROR.value, "this chunk is open already"))
+            return
+        if message.geometry_digest != self._view.geometry.digest():
+            self._reply(key, Refused(key[1], Reason.GEOMETRY_MISMATCH.value, f"decode has {self._view.geometry}"))
+            return
+        try:
+            table = PrecisionTable.from_bytes(message.table, self._view.geometry)
+            with self._rooms.pages(message.room, message.page_start, message.page_count):
+                pass
+        except PayloadError as error:
+            self._reply(key, Refused(key[1], Reason.CONTROL_ERROR.value, str(error)))
+            return
+        except ChunkFailedError as error:
+            self._metrics.failure(error.cause)
+            self._reply(key, Refused(key[1], error.cause.value, str(error)))
+            return
+        chunk = _OpenChunk(message, table, last_seen=self._clock())
+        if not self._waiting and self._grant(key, chunk):
+            return
+        if len(self._waiting) >= _MOST_WAITING:
+            self._reply(key, Refused(key[1], Reason.POOL_EXHAUSTED.value, "too many chunks wait for a landing slot"))
+            return
+        wait = min(message.wait_seconds, self._slot_wait_seconds)
+        self._waiting.append(_Waiting(key, chunk, self._clock() + wait))
+
+    def _grant(self, key: ChunkKey, chunk: _OpenChunk) -> bool:
+        lent = self._pool.lend(chunk.open.slots_wanted)
+        if not lent:
+            return False
+        chunk.slots = {slot.index: slot for slot in lent}
+        chunk.last_seen = self._clock()
+        self._chunks[key] = chunk
+        grants = [SlotGrant(slot.index, slot.generation, self._memory.address(slot.index)) for slot in lent]
+        self._reply(key, Granted(key[1], grants, self._memory.slot_bytes))
+        return True
+
+    def _serve_waiting(self) -> None:
+        while self._waiting and self._grant(self._waiting[0].key, self._waiting[0].chunk):
+            self._waiting.pop(0)
+        now = self._clock()
+        expired = [waiting for waiting in self._waiting if waiting.deadline <= now]
+        if expired:
+            self._waiting = [waiting for waiting in self._waiting if waiting.deadline > now]
+            counts = self._pool.counts()
+            text = f"no landing slot became free ({counts.in_use} in use, {counts.quarantined} quarantined)"
+            for waiting in expired:
+                self._reply(waiting.key, Refused(waiting.key[1], Reason.POOL_EXHAUSTED.value, text))
+
+    def _on_commit(self, key: ChunkKey, commit: Commit) -> None:
+        chunk = self._chunks.get(key)
+        slot = chunk.slots.get(commit.slot) if chunk else None
+        if chunk is None or slot is None or slot.generation != commit.generation or commit.slot in chunk.unpacking:
+            held = slot.generation if slot else None
+            self._fail(
+                key,
+                commit,
+                FailureCause.STALE_GENERATION,
+                f"slot {commit.slot} generation {commit.generation} is not granted to this chunk (held: {held})",
+            )
+            return
+        chunk.last_seen = self._clock()
+        begin, end = chunk.open.page_start, chunk.open.page_start + chunk.open.page_count
+        if commit.page_start < begin or commit.page_start + commit.page_count > end:
+            self._fail(
+                key,
+                commit,
+                FailureCause.PAGE_RANGE,
+                f"pages {commit.page_start}+{commit.page_count} lie outside the opened range {begin}..{end - 1}",
+            )
+            return
+        chunk.unpacking.add(commit.slot)
+        self._jobs.put((key, UnpackJob(commit, chunk.open.room, chunk.table)))
+
+    def _drain_results(self) -> None:
+        while True:
+            try:
+                self._wake_receiver.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            result = self._results.get_nowait()
+            chunk = self._chunks.get(result.key)
+            if chunk is None:
+                continue
+            index = result.commit.slot
+            chunk.unpacking.discard(index)
+            chunk.last_seen = self._clock()
+            renewed = chunk.slots[index] = self._pool.renew(chunk.slots[index])
+            if result.failure is None:
+                self._metrics.unpack(result.seconds)
+                self._reply(
+                    result.key,
+                    Done(result.key[1], result.commit.sequence, index, renewed.generation, result.seconds),
+                )
+            else:
+                self._fail(result.key, result.commit, result.failure.cause, str(result.failure))
+            if chunk.closed:
+                self._release(result.key, chunk)
+
+    def _on_close(self, key: ChunkKey, message: Close) -> None:
+        self._waiting = [waiting for waiting in self._waiting if waiting.key != key]
+        chunk = self._chunks.get(key)
+        if chunk is not None:
+            chunk.closed = True
+            chunk.failed_slots = frozenset(message.failed_slots)
+            self._release(key, chunk)
+
+    def _release(self, key: ChunkKey, chunk: _OpenChunk) -> None:
+        """Return the slots of a closed chunk, except those that are still being unpacked."""
+        for index in [index for index in chunk.slots if index not in chunk.unpacking]:
+            slot = chunk.slots.pop(index)
+            if index in chunk.failed_slots:
+                self._pool.quarantine(slot)
+            else:
+                self._pool.give_back(slot)
+        if not chunk.slots:
+            self._chunks.pop(key, None)
+
+    def _expire_leases(self) -> None:
+        now = self._clock()
+        late = [key for key, chunk in self._chunks.items() if now - chunk.last_seen > self._lease_seconds]
+        for key in late:
+            chunk = self._chunks[key]
+            if chunk.closed:
+                continue
+            self._metrics.failure(FailureCause.SLOT_LEASE_EXPIRED)
+            log_once(
+                logger,
+                logging.WARNING,
+                "slot-lease-expired",
+                f"nothing heard for {self._lease_seconds} s about a chunk of room {chunk.open.room}; "
+                f"its {len(chunk.slots)} landing slots go into quarantine (is the prefill rank dead?)",
+            )
+            chunk.closed = True
+            chunk.failed_slots = frozenset(chunk.slots)
+            self._release(key, chunk)
+
+    def _fail(self, key: ChunkKey, commit: Commit, cause: FailureCause, text: str) -> None:
+        self._metrics.failure(cause)
+        log_once(logger, logging.WARNING, f"commit-{cause.value}", f"refused a payload: {text}")
+        self._reply(key, Failed(key[1], commit.sequence, cause.value, text[:1024]))
+
+    def _reply(self, key: ChunkKey, message: DecodeMessage) -> None:
+        try:
+            self._router.send_multipart([key[0], encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:  # the peer is gone or its queue is full; its lease will expire
+            log_once(logger, logging.WARNING, "control-reply", f"could not answer a prefill rank: {error}")
+
+    def _report_slots(self) -> None:
+        counts = self._pool.counts()
+        self._metrics.landing_slots(in_use=counts.in_use, free=counts.free, quarantined=counts.quarantined)

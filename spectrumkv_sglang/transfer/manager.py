@@ -1,0 +1,299 @@
+"""SGLang's Mooncake manager, sender and receiver with the tiered path in front.
+
+Imported only in scheduler processes that run this backend: it imports SGLang.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager, MooncakeKVReceiver, MooncakeKVSender
+
+from spectrumkv_sglang import sglang_compat
+from spectrumkv_sglang.config import load_config
+from spectrumkv_sglang.errors import SpectrumKVError
+from spectrumkv_sglang.observability.metrics import TransferMetrics
+from spectrumkv_sglang.observability.reasons import FailureCause, Reason
+from spectrumkv_sglang.transfer.decode_rank import DecodeRank
+from spectrumkv_sglang.transfer.errors import GoNativeError
+from spectrumkv_sglang.transfer.handshake import RegistrationSocket
+from spectrumkv_sglang.transfer.pool_view import PoolView, view_pool
+from spectrumkv_sglang.transfer.prefill_rank import NativeResult, OutgoingChunk, PrefillRank
+from spectrumkv_sglang.version import __version__
+
+logger = logging.getLogger(__name__)
+
+_MOST_EVENTS = 4096
+
+
+class _ChunkTap:
+    """Stands before a transfer queue and remembers, per worker thread, the chunk that was taken last."""
+
+    def __init__(self, queue: Any, manager: SpectrumKVManager) -> None:
+        self._queue, self._manager = queue, manager
+
+    def get(self, *args: Any, **kwargs: Any) -> Any:
+        self._manager.spare_sessions()
+        chunk = self._queue.get(*args, **kwargs)
+        self._manager.current.chunk = chunk
+        return chunk
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._queue, name)
+
+
+class SpectrumKVManager(MooncakeKVManager):  # type: ignore[misc]
+    """Sends and receives tiered payloads where it can and leaves everything else to SGLang."""
+
+    def __init__(self, args: Any, disaggregation_mode: Any, server_args: Any, *rest: Any, **named: Any) -> None:
+        # Threads that SGLang starts in its own __init__ use these.
+        self.current = threading.local()
+        self.prefill_rank: PrefillRank | None = None
+        self.decode_rank: DecodeRank | None = None
+        self._spared: set[str] = set()
+        self._spared_lock = threading.Lock()
+        self._forward_events: OrderedDict[tuple[int, int], Any] = OrderedDict()
+        self.spectrumkv_config = load_config()
+        self._role = "prefill" if disaggregation_mode.value == "prefill" else "decode"
+        self._metrics = TransferMetrics(
+            "prefill" if self._role == "prefill" else "decode",
+            int(args.engine_rank),
+            pp_rank=int(getattr(args, "pp_rank", 0) or 0),
+            dp_rank=getattr(args, "system_dp_rank", None),
+            model_name=str(getattr(server_args, "served_model_name", "") or ""),
+            extra_labels=getattr(server_args, "extra_metric_labels", None),
+        )
+        super().__init__(args, disaggregation_mode, server_args, *rest, **named)
+
+    # ---- set-up --------------------------------------------------------------------------------------------------
+
+    def attach(self, pool: Any, draft_pool: Any) -> PoolView | None:
+        """Learn the rank's KV pool; called once, before the scheduler serves. Returns the view of a tierable pool."""
+        config = self.spectrumkv_config
+        view: PoolView | GoNativeError
+        try:
+            if self.pp_size and self.pp_size > 1:
+                raise GoNativeError(Reason.PIPELINE_PARALLEL, "pipeline parallelism splits the layers over ranks")
+            view = view_pool(
+                pool,
+                draft_pool,
+                self.kv_args,
+                is_mla=bool(self.is_mla_backend),
+                plain_pool_type=sglang_compat.plain_pool_type(),
+            )
+        except GoNativeError as reason:
+            view = reason
+        engine = sglang_compat.mooncake_engine(self)
+        if self._role == "prefill":
+            self.prefill_rank = self._make_prefill_rank(view, engine)
+        elif isinstance(view, PoolView) and config.enabled:
+            try:
+                self.decode_rank = DecodeRank(
+                    view=view, config=config, engine=engine, host=self.local_ip, metrics=self._metrics
+                )
+                SpectrumKVReceiver.handshake_frame = self.decode_rank.handshake_frame
+            except SpectrumKVError as error:
+                view = GoNativeError(Reason.REGISTRATION_FAILED, str(error))
+        self._metrics.config(
+            version=__version__,
+            profile=config.profile,
+            budget=config.budget,
+            allowed_tiers=[tier.name.lower() for tier in config.allowed_tiers],
+            scorer=config.scorer,
+        )
+        if isinstance(view, PoolView) and config.enabled:
+            logger.info(
+                "SpectrumKV %s on %s: tiered KV, profile %s, budget %s, %s",
+                __version__,
+                self._role,
+                config.profile,
+                config.budget,
+                view.geometry,
+            )
+            return view
+        why = str(view) if isinstance(view, GoNativeError) else "switched off by `enabled: false`"
+        logger.warning("SpectrumKV %s on %s: all KV travels natively: %s", __version__, self._role, why)
+        return None
+
+    def _make_prefill_rank(self, view: PoolView | GoNativeError, engine: Any) -> PrefillRank:
+        arguments = {
+            "config": self.spectrumkv_config,
+            "engine": engine,
+            "page_size": int(self.kv_args.page_size),
+            "page_bytes": int(sum(self.kv_args.kv_item_lens)),
+            "metrics": self._metrics,
+        }
+        try:
+            return PrefillRank(view=view, **arguments)
+        except SpectrumKVError as error:
+            return PrefillRank(view=GoNativeError(Reason.REGISTRATION_FAILED, str(error)), **arguments)
+
+    def teardown(self) -> None:
+        """SGLang's role switch (0.5.23): release our slots before SGLang releases its own."""
+        self.close_spectrumkv()
+        super().teardown()
+
+    def close_spectrumkv(self) -> None:
+        """Close this backend's threads, sockets and memory. SGLang's own stay."""
+        SpectrumKVReceiver.handshake_frame = None
+        if self.decode_rank is not None:
+            self.decode_rank.close()
+            self.decode_rank = None
+        if self.prefill_rank is not None:
+            self.prefill_rank.close()
+            self.prefill_rank = None
+
+    # ---- prefill -------------------------------------------------------------------------------------------------
+
+    def transfer_worker(self, queue: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().transfer_worker(_ChunkTap(queue, self), *args, **kwargs)
+
+    def add_transfer_request(self, bootstrap_room: int, kv_indices: Any, index_slice: slice, *args: Any, **kw: Any) -> Any:
+        if torch.cuda.is_available() and self.prefill_rank is not None:
+            event = torch.cuda.Event()
+            event.record()
+            self._forward_events[(bootstrap_room, index_slice.start or 0)] = event
+            while len(self._forward_events) > _MOST_EVENTS:
+                self._forward_events.popitem(last=False)
+        return super().add_transfer_request(bootstrap_room, kv_indices, index_slice, *args, **kw)
+
+    def send_kvcache(
+        self,
+        mooncake_session_id: str,
+        prefill_kv_indices: Any,
+        dst_kv_ptrs: Any,
+        dst_kv_indices: Any,
+        executor: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> int:
+        arguments = (mooncake_session_id, prefill_kv_indices, dst_kv_ptrs, dst_kv_indices, executor, *args)
+
+        def send_natively() -> NativeResult:
+            self.current.blocks = 0
+            code = super(SpectrumKVManager, self).send_kvcache(*arguments, **kwargs)
+            return NativeResult(code, self.current.blocks)
+
+        only: Reason | None = None
+        if kwargs.get("dst_device_kv_indices") is not None:
+            only = Reason.HOST_DESTINATION
+        elif getattr(self, "enable_all_cp_ranks_for_transfer", False):
+            only = Reason.DCP
+        return self._send(mooncake_session_id, prefill_kv_indices, send_natively, only)
+
+    def send_kvcache_slice(self, mooncake_session_id: str, prefill_kv_indices: Any, *args: Any, **kwargs: Any) -> int:
+        def send_natively() -> NativeResult:
+            self.current.blocks = 0
+            code = super(SpectrumKVManager, self).send_kvcache_slice(
+                mooncake_session_id, prefill_kv_indices, *args, **kwargs
+            )
+            return NativeResult(code, self.current.blocks)
+
+        return self._send(mooncake_session_id, prefill_kv_indices, send_natively, Reason.TP_MISMATCH)
+
+    def _transfer_data(self, mooncake_session_id: str, transfer_blocks: Any) -> int:
+        self.current.blocks = getattr(self.current, "blocks", 0) + len(transfer_blocks)
+        return int(super()._transfer_data(mooncake_session_id, transfer_blocks))
+
+    def _send(self, session: str, pages: Any, send_natively: Any, only: Reason | None) -> int:
+        """Send the current thread's chunk; ``only`` is the reason when nothing but the native path fits."""
+        chunk = getattr(self.current, "chunk", None)
+        info = self.transfer_infos.get(chunk.room, {}).get(session) if chunk is not None else None
+        if self.prefill_rank is None:
+            return int(send_natively().code)
+        if chunk is None or info is None:
+            # Aborted since SGLang took the chunk from its queue: decode may have freed the pages.
+            self._metrics.failure(FailureCause.ROOM_GONE)
+            self._spare(session)
+            return -1
+        start = int(chunk.index_slice.start or 0)
+        outgoing = OutgoingChunk(
+            room=chunk.room,
+            session=session,
+            pages=np.asarray(pages, dtype=np.int64),
+            page_start=start,
+            room_pages=len(info.dst_kv_indices),
+            prefix_tokens=int(getattr(info, "decode_prefix_len", 0) or 0),
+            last_chunk=bool(chunk.is_last_chunk),
+            peer=getattr(self.decode_kv_args_table.get(session), "spectrumkv_handshake", None),
+            room_is_live=lambda: self.request_status.get(chunk.room) not in (None, sglang_compat.kv_poll_failed()),
+            forward_done=self._forward_events.pop((chunk.room, start), None),
+        )
+        code, peer_suspect = self.prefill_rank.send(outgoing, send_natively, only)
+        if code != 0 and not peer_suspect:
+            self._spare(session)
+        return code
+
+    def observation_failed(self) -> None:
+        """Count a forward whose token importance could not be observed."""
+        self._metrics.failure(FailureCause.IMPORTANCE_UNOBSERVED)
+
+    def _spare(self, session: str) -> None:
+        with self._spared_lock:
+            self._spared.add(session)
+
+    def spare_sessions(self) -> None:
+        """Take sessions off SGLang's blacklist that only lost one room: it bans a session at its first failure."""
+        if not self._spared:
+            return
+        with self._spared_lock:
+            spared, self._spared = self._spared, set()
+        with self.session_lock:
+            self.failed_sessions.difference_update(spared)
+            for session in spared:
+                self.session_failures.pop(session, None)
+
+    # ---- decode --------------------------------------------------------------------------------------------------
+
+    def open_room(self, room: int, pages: Any) -> None:
+        if self.decode_rank is not None:
+            self.decode_rank.open_room(room, pages)
+
+    def close_room(self, room: int) -> None:
+        if self.decode_rank is not None:
+            self.decode_rank.close_room(room)
+
+
+class SpectrumKVSender(MooncakeKVSender):  # type: ignore[misc]
+    """SGLang's sender; on a CPU pool it keeps SGLang 0.5.23 from using pinned memory and CUDA events."""
+
+    def __init__(self, mgr: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(mgr, *args, **kwargs)
+        if getattr(type(self), "supports_host_tensor_indices", False) and not torch.cuda.is_available():
+            self.supports_host_tensor_indices = False
+
+
+class SpectrumKVReceiver(MooncakeKVReceiver):  # type: ignore[misc]
+    """Opens the room for payloads before prefill hears of it and closes it before SGLang frees its pages."""
+
+    handshake_frame: bytes | None = None
+
+    @classmethod
+    def _connect_to_bootstrap_server(cls, bootstrap_info: dict[str, Any]) -> tuple[Any, Any]:
+        socket, lock = super()._connect_to_bootstrap_server(bootstrap_info)
+        if cls.handshake_frame is not None:
+            socket = RegistrationSocket(socket, cls.handshake_frame)
+        return socket, lock
+
+    def send_metadata(self, kv_indices: Any, *args: Any, **kwargs: Any) -> Any:
+        self.kv_mgr.open_room(self.bootstrap_room, kv_indices)
+        return super().send_metadata(kv_indices, *args, **kwargs)
+
+    def poll(self) -> Any:
+        status = super().poll()
+        if int(status) in sglang_compat.kv_poll_terminal():
+            self.kv_mgr.close_room(self.bootstrap_room)
+        return status
+
+    def abort(self) -> Any:
+        self.kv_mgr.close_room(self.bootstrap_room)
+        return super().abort()
+
+    def clear(self) -> Any:
+        self.kv_mgr.close_room(self.bootstrap_room)
+        return super().clear()

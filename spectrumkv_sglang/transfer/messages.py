@@ -1,0 +1,155 @@
+"""Control messages between a prefill rank and a decode rank.
+
+Every message is one ZMQ frame: an 8-byte envelope (magic ``SKVC``, protocol version u16, two zero bytes) followed
+by one msgpack-encoded tagged struct. Decoding is strict: unknown tags, missing or mistyped fields, another
+version, truncation and trailing bytes all raise :class:`ControlMessageError` that names what was expected.
+
+    prefill                                        decode
+    Open(room, geometry, table, slots_wanted)  ->
+                                               <-  Granted(slots) | Refused(code)
+    (one Mooncake write into a landing slot)
+    Commit(slot, generation, page range, ...)  ->
+                                               <-  Done(sequence, new generation) | Failed(code)
+    Close(failed slots)                        ->
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Annotated
+
+import msgspec
+
+from spectrumkv_sglang.transfer.errors import ControlMessageError
+
+MAGIC = b"SKVC"
+PROTOCOL_VERSION = 1
+MAX_MESSAGE_BYTES = 4 << 20
+_ENVELOPE = struct.Struct("<4sHH")
+
+U32 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+# msgpack has unsigned 64-bit integers, which msgspec bounds only below 2**63: the range is checked where it is used.
+U64 = Annotated[int, msgspec.Meta(ge=0)]
+Text = Annotated[str, msgspec.Meta(max_length=2048)]
+
+
+class _Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    chunk: U64  # random per chunk, unique within the sending process
+
+
+class Open(_Message, frozen=True):
+    """Prefill asks for landing slots for one chunk of a room."""
+
+    room: U64
+    page_start: U32  # first page of the chunk, counted from the first page that decode allocated for the room
+    page_count: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
+    geometry_digest: U64
+    table: Annotated[bytes, msgspec.Meta(max_length=1 << 20)]  # PrecisionTable.to_bytes()
+    slots_wanted: Annotated[int, msgspec.Meta(ge=1, le=1024)]
+    wait_seconds: Annotated[float, msgspec.Meta(ge=0, le=3600)]
+
+
+class SlotGrant(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    slot: U32
+    generation: U64
+    address: U64
+
+
+class Granted(_Message, frozen=True):
+    slots: Annotated[list[SlotGrant], msgspec.Meta(min_length=1, max_length=1024)]
+    slot_bytes: U64
+
+
+class Refused(_Message, frozen=True):
+    code: Text  # value of RefusalCode
+    message: Text
+
+
+class Commit(_Message, frozen=True):
+    """The payload lies complete in the slot; decode may verify and unpack it."""
+
+    sequence: U32
+    slot: U32
+    generation: U64
+    page_start: U32
+    page_count: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
+    rows_per_tier: Annotated[list[U32], msgspec.Meta(min_length=1, max_length=8)]
+    tier_map: Annotated[bytes, msgspec.Meta(max_length=MAX_MESSAGE_BYTES)]
+    length: U64
+    checksum: U64
+
+
+class Done(_Message, frozen=True):
+    sequence: U32
+    slot: U32
+    generation: U64  # the slot stays granted to this chunk, under this new generation
+    unpack_seconds: float
+
+
+class Failed(_Message, frozen=True):
+    sequence: U32
+    code: Text  # value of FailureCause
+    message: Text
+
+
+class Close(_Message, frozen=True):
+    """Prefill is finished with the chunk; ``failed_slots`` may still receive late bytes and must be quarantined."""
+
+    failed_slots: Annotated[list[U32], msgspec.Meta(max_length=1024)]
+
+
+PrefillMessage = Open | Commit | Close
+DecodeMessage = Granted | Refused | Done | Failed
+
+_encoder = msgspec.msgpack.Encoder()
+_prefill_decoder = msgspec.msgpack.Decoder(PrefillMessage)
+_decode_decoder = msgspec.msgpack.Decoder(DecodeMessage)
+
+
+def encode(message: PrefillMessage | DecodeMessage) -> bytes:
+    """One frame holding ``message``."""
+    return _ENVELOPE.pack(MAGIC, PROTOCOL_VERSION, 0) + _encoder.encode(message)
+
+
+def decode_from_prefill(frame: bytes) -> PrefillMessage:
+    """Parse a frame that a prefill rank sent. Raises ControlMessageError."""
+    return _decode(frame, _prefill_decoder)
+
+
+def decode_from_decode(frame: bytes) -> DecodeMessage:
+    """Parse a frame that a decode rank sent. Raises ControlMessageError."""
+    return _decode(frame, _decode_decoder)
+
+
+def _decode(frame: bytes, decoder: msgspec.msgpack.Decoder):  # type: ignore[no-untyped-def, type-arg]
+    body = open_envelope(frame, MAGIC, "control message")
+    try:
+        return decoder.decode(body)
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
+        raise ControlMessageError(f"control message of {len(frame)} bytes is malformed: {error}") from error
+
+
+def seal_envelope(magic: bytes, body: bytes) -> bytes:
+    """Put the version envelope with ``magic`` in front of ``body``."""
+    return _ENVELOPE.pack(magic, PROTOCOL_VERSION, 0) + body
+
+
+def open_envelope(frame: bytes, magic: bytes, what: str) -> bytes:
+    """Check magic, version and size of ``frame`` and return the bytes behind the envelope.
+
+    Raises:
+        ControlMessageError: naming the expected and the received magic, version or size.
+    """
+    if len(frame) > MAX_MESSAGE_BYTES:
+        raise ControlMessageError(f"{what} of {len(frame)} bytes exceeds the limit of {MAX_MESSAGE_BYTES}")
+    if len(frame) < _ENVELOPE.size:
+        raise ControlMessageError(f"{what} of {len(frame)} bytes is shorter than its {_ENVELOPE.size}-byte envelope")
+    got_magic, version, _ = _ENVELOPE.unpack_from(frame)
+    if got_magic != magic:
+        raise ControlMessageError(f"{what}: expected magic {magic!r}, got {got_magic!r}")
+    if version != PROTOCOL_VERSION:
+        raise ControlMessageError(
+            f"{what}: expected protocol version {PROTOCOL_VERSION}, got {version}; "
+            "install the same spectrumkv-sglang version on both sides to transfer tiered payloads"
+        )
+    return frame[_ENVELOPE.size :]

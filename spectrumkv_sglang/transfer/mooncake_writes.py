@@ -1,0 +1,87 @@
+"""Single-block Mooncake writes with a deadline and without a spinning core.
+
+``transfer_submit_write`` + ``transfer_check_status`` poll at a slowly growing interval; the blocking call spins a
+core for the whole transfer. A handle must not be asked again after a terminal answer (the engine crashes), and a
+failed or timed-out write may still be going on: the caller quarantines both slots.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from spectrumkv_sglang.observability.reasons import FailureCause
+from spectrumkv_sglang.transfer.errors import ChunkFailedError
+
+_FIRST_POLL_SECONDS = 0.0001
+_LONGEST_POLL_SECONDS = 0.001
+
+
+@dataclass
+class PendingWrite:
+    """A submitted write; ``started`` and ``deadline`` in monotonic seconds."""
+
+    handle: int
+    session: str
+    length: int
+    started: float
+    deadline: float
+
+
+class MooncakeWrites:
+    """Submits writes to peers through one Mooncake TransferEngine.
+
+    Args:
+        engine: ``mooncake.engine.TransferEngine`` (not SGLang's wrapper, which swallows errors).
+        timeout: seconds after which a write counts as failed.
+    """
+
+    def __init__(self, engine: Any, timeout: float) -> None:
+        self._engine = engine
+        self._timeout = timeout
+
+    def submit(self, session: str, source: int, destination: int, length: int) -> PendingWrite:
+        """Start writing ``length`` bytes. Raises ChunkFailedError(write_failed) when the engine refuses."""
+        now = time.monotonic()
+        try:
+            handle = self._engine.transfer_submit_write(session, source, destination, length)
+        except Exception as error:  # pybind errors have no common base
+            raise ChunkFailedError(
+                FailureCause.WRITE_FAILED, f"Mooncake could not start a write to {session}: {error}", peer_suspect=True
+            ) from error
+        # Batch ids are pointers printed as signed numbers: negative ones are valid, 0 and -1 are failures.
+        if handle in (0, -1):
+            raise ChunkFailedError(
+                FailureCause.WRITE_FAILED,
+                f"Mooncake refused a write of {length} bytes to {session} (is the peer gone?)",
+                peer_suspect=True,
+            )
+        return PendingWrite(handle, session, length, now, now + self._timeout)
+
+    def wait(self, write: PendingWrite) -> float:
+        """Wait for the end of ``write``; returns its duration in seconds.
+
+        Raises:
+            ChunkFailedError: cause ``write_failed`` or ``write_timeout``, with ``peer_suspect`` set.
+        """
+        pause = _FIRST_POLL_SECONDS
+        while True:
+            status = self._engine.transfer_check_status(write.handle)
+            now = time.monotonic()
+            if status == 1:
+                return now - write.started
+            if status < 0:
+                raise ChunkFailedError(
+                    FailureCause.WRITE_FAILED,
+                    f"Mooncake write of {write.length} bytes to {write.session} failed (status {status})",
+                    peer_suspect=True,
+                )
+            if now > write.deadline:
+                raise ChunkFailedError(
+                    FailureCause.WRITE_TIMEOUT,
+                    f"Mooncake write of {write.length} bytes to {write.session} did not end within {self._timeout} s",
+                    peer_suspect=True,
+                )
+            time.sleep(pause)
+            pause = min(pause * 1.5, _LONGEST_POLL_SECONDS)

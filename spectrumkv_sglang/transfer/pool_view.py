@@ -1,0 +1,85 @@
+"""What the transfer needs of SGLang's KV pool, or the reason why this pool's KV travels natively.
+
+The pool is inspected once, when SGLang has made its KV manager. Anything that is not plain MHA/GQA KV in one known
+layout is left to SGLang's own path.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from spectrumkv_sglang.observability.reasons import Reason
+from spectrumkv_sglang.payload.codec import KVBuffers
+from spectrumkv_sglang.payload.geometry import KVGeometry
+from spectrumkv_sglang.transfer.errors import GoNativeError
+
+_DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+
+@dataclass(frozen=True)
+class PoolView:
+    """Tensors and geometry of a tierable pool.
+
+    ``buffers.k[layer]`` and ``buffers.v[layer]`` are [pool slots, kv heads, head dim], on ``device``.
+    """
+
+    buffers: KVBuffers
+    geometry: KVGeometry
+    device: torch.device
+    pool_slots: int
+
+
+def view_pool(pool: Any, draft_pool: Any, kv_args: Any, *, is_mla: bool, plain_pool_type: type) -> PoolView:
+    """Inspect SGLang's KV ``pool``.
+
+    Args:
+        pool: ``token_to_kv_pool`` of the rank.
+        draft_pool: the speculative draft model's pool, or None.
+        kv_args: SGLang's KVArgs of the rank.
+        is_mla: whether SGLang treats the model as MLA.
+        plain_pool_type: SGLang's MHATokenToKVPool; subclasses change the layout and are refused.
+
+    Raises:
+        GoNativeError: with the reason to count for every chunk of this rank.
+    """
+    if is_mla or getattr(kv_args, "is_hybrid_mla_backend", False):
+        raise GoNativeError(Reason.MLA, "MLA latent KV has one shared head and is transferred natively")
+    if draft_pool is not None or getattr(kv_args, "num_draft_entries", 0):
+        raise GoNativeError(Reason.DRAFT_KV, "a speculative draft model's KV shares the pointer list")
+    if getattr(kv_args, "state_types", None):
+        names = ", ".join(str(getattr(kind, "value", kind)) for kind in kv_args.state_types)
+        raise GoNativeError(Reason.HYBRID_STATE, f"the model keeps state besides plain KV ({names})")
+    if type(pool) is not plain_pool_type:
+        raise GoNativeError(Reason.UNSUPPORTED_POOL, f"KV pool type {type(pool).__name__} has a layout of its own")
+    k_buffers, v_buffers = list(pool.k_buffer), list(pool.v_buffer)
+    dtype = k_buffers[0].dtype
+    if dtype not in _DTYPE_NAMES or getattr(pool, "dtype", dtype) != dtype:
+        raise GoNativeError(
+            Reason.UNSUPPORTED_DTYPE,
+            f"KV dtype {getattr(pool, 'dtype', dtype)} (stored as {dtype}) is not float32, float16 or bfloat16",
+        )
+    pointers = [buffer.data_ptr() for buffer in (*k_buffers, *v_buffers)]
+    if pointers != list(kv_args.kv_data_ptrs):
+        raise GoNativeError(Reason.UNSUPPORTED_POOL, "the pool's buffers are not the ones that SGLang transfers")
+    for kind, buffers in (("K", k_buffers), ("V", v_buffers)):
+        shape = buffers[0].shape
+        if any(b.dim() != 3 or b.shape != shape or b.dtype != dtype or not b.is_contiguous() for b in buffers):
+            raise GoNativeError(Reason.UNSUPPORTED_POOL, f"{kind} buffers are not equal [slots, heads, dim] tensors")
+    slots, heads, head_dim = k_buffers[0].shape
+    if v_buffers[0].shape[:2] != (slots, heads):
+        raise GoNativeError(Reason.UNSUPPORTED_POOL, "K and V buffers differ in slots or heads")
+    v_head_dim = v_buffers[0].shape[2]
+    if head_dim % 8 or v_head_dim % 8:
+        raise GoNativeError(Reason.UNSUPPORTED_POOL, f"head dims {head_dim}/{v_head_dim} are not multiples of 8")
+    geometry = KVGeometry(
+        layers=len(k_buffers),
+        kv_heads=heads,
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
+        page_size=int(kv_args.page_size),
+        dtype=_DTYPE_NAMES[dtype],
+    )
+    return PoolView(KVBuffers(k=k_buffers, v=v_buffers), geometry, k_buffers[0].device, slots)

@@ -1,0 +1,298 @@
+"""The prefill side of one rank: decides for each chunk between the tiered and the native path, and keeps the books."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+import zmq
+
+from spectrumkv_sglang.config import SpectrumKVConfig
+from spectrumkv_sglang.importance.scorers import AttentionScorer
+from spectrumkv_sglang.importance.scores import SlotScores
+from spectrumkv_sglang.observability.metrics import TransferMetrics
+from spectrumkv_sglang.observability.once import log_once
+from spectrumkv_sglang.observability.reasons import FailureCause, Path, Reason
+from spectrumkv_sglang.observability.transfer_log import ChunkRecord, TokensByTier, TransferLog
+from spectrumkv_sglang.payload.errors import PayloadError
+from spectrumkv_sglang.profiles.tier import Tier
+from spectrumkv_sglang.transfer.chunk_planner import BytesSent, ChunkPlanner
+from spectrumkv_sglang.transfer.chunk_sender import ChunkSender, ChunkTask
+from spectrumkv_sglang.transfer.control_channel import ControlChannels
+from spectrumkv_sglang.transfer.errors import ChunkFailedError, ControlMessageError, GoNativeError
+from spectrumkv_sglang.transfer.handshake import Handshake
+from spectrumkv_sglang.transfer.mooncake_writes import MooncakeWrites
+from spectrumkv_sglang.transfer.pool_view import PoolView
+from spectrumkv_sglang.transfer.slot_memory import SlotMemory
+from spectrumkv_sglang.transfer.slot_pool import SlotPool
+
+logger = logging.getLogger(__name__)
+
+_MOST_ROOMS = 4096
+
+
+@dataclass(frozen=True)
+class OutgoingChunk:
+    """What SGLang asks to be sent.
+
+    ``pages`` are prefill's page ids; the chunk covers pages [page_start, page_start + len(pages)) of what decode
+    allocated for the room. ``prefix_tokens`` of the prompt lie on decode already. ``room_pages`` is the number of
+    pages that decode allocated. ``forward_done`` is a CUDA event after the forward that writes the pages, or None.
+    """
+
+    room: int
+    session: str
+    pages: np.ndarray
+    page_start: int
+    room_pages: int
+    prefix_tokens: int
+    last_chunk: bool
+    peer: Handshake | ControlMessageError | None
+    room_is_live: Callable[[], bool]
+    forward_done: Any = None
+
+
+@dataclass(frozen=True)
+class NativeResult:
+    """What SGLang's own path answered: its return code and the number of Mooncake blocks that it wrote."""
+
+    code: int
+    writes: int
+
+
+class PrefillRank:
+    """Owns everything that sends tiered payloads in one prefill process.
+
+    Args:
+        view: the pool, or the GoNativeError that says why its KV is not tiered.
+        engine: Mooncake's TransferEngine.
+        page_bytes: native bytes of one page over all layers.
+    """
+
+    def __init__(
+        self,
+        *,
+        view: PoolView | GoNativeError,
+        config: SpectrumKVConfig,
+        engine: Any,
+        page_size: int,
+        page_bytes: int,
+        metrics: TransferMetrics,
+    ) -> None:
+        self._view, self._config, self._metrics = view, config, metrics
+        self._page_size, self._page_bytes = page_size, page_bytes
+        self._log = (
+            TransferLog(str(config.transfer_log), on_error=metrics.transfer_log_error) if config.transfer_log else None
+        )
+        self._per_thread = threading.local()
+        self._context = zmq.Context()
+        self._sent: OrderedDict[tuple[int, str], BytesSent] = OrderedDict()
+        self.scores: SlotScores | None = None
+        self.scorer = config.make_scorer()
+        if isinstance(view, PoolView):
+            self._memory = SlotMemory(engine, config.staging_slots, config.slot_bytes, view.device)
+            self._staging = SlotPool(config.staging_slots, config.quarantine_s)
+            self._writes = MooncakeWrites(engine, config.write_timeout_s)
+            if isinstance(self.scorer, AttentionScorer):
+                self.scores = SlotScores(view.pool_slots, view.device)
+            self._planner = ChunkPlanner(view, config, self.scorer, self.scores)
+
+    def send(
+        self, chunk: OutgoingChunk, send_natively: Callable[[], NativeResult], native_only: Reason | None = None
+    ) -> tuple[int, bool]:
+        """Send one chunk by whichever path fits; returns (0 or SGLang's error code, whether the peer is suspect).
+
+        ``native_only`` is the reason when the caller already knows that only SGLang's own path fits. Never raises: an
+        exception would end SGLang's transfer thread and the server with it.
+        """
+        started = time.perf_counter()
+        try:
+            try:
+                if native_only is not None:
+                    raise GoNativeError(native_only, native_only.meaning)
+                self._account(chunk, self._send_tiered(chunk), started)
+                return 0, False
+            except GoNativeError as reason:
+                self._say_native(chunk, reason)
+                result = send_natively()
+                if result.code == 0:
+                    self._account(chunk, self._native_record(chunk, reason.reason, result.writes), started)
+                return result.code, result.code != 0
+        except ChunkFailedError as error:
+            self._metrics.failure(error.cause)
+            log_once(logger, logging.ERROR, f"chunk-{error.cause.value}", f"room {chunk.room} failed: {error}")
+            return -1, error.peer_suspect
+        except Exception:
+            self._metrics.failure(FailureCause.INTERNAL_ERROR)
+            logger.exception("room %d failed: unexpected error while sending a chunk", chunk.room)
+            return -1, False
+
+    def close(self) -> None:
+        """Release the staging region and the log. Control sockets end with their context."""
+        if isinstance(self._view, PoolView):
+            self._memory.close()
+        if self._log is not None:
+            self._log.close()
+        self._context.destroy(linger=0)
+
+    # ---- tiered --------------------------------------------------------------------------------------------------
+
+    def _send_tiered(self, chunk: OutgoingChunk) -> ChunkRecord:
+        view, peer = self._require_tierable(chunk)
+        try:
+            planned = self._planner.plan(
+                room=chunk.room,
+                pages=chunk.pages,
+                first_position=chunk.prefix_tokens + chunk.page_start * self._page_size,
+                prompt_tokens=chunk.prefix_tokens + chunk.room_pages * self._page_size,
+                slot_bytes=min(self._config.slot_bytes, peer.slot_bytes),
+                sent_before=self._sent.get((chunk.room, chunk.session), BytesSent()),
+            )
+        except PayloadError as error:
+            raise GoNativeError(Reason.PAYLOAD_TOO_LARGE, str(error)) from error
+        plan = planned.plan
+        if planned.budget_missed:
+            self._metrics.budget_unreachable()
+            log_once(
+                logger,
+                logging.WARNING,
+                "budget-unreachable",
+                f"budget {self._config.budget} is below what a chunk of {len(plan.tiers)} tokens can reach with the "
+                f"allowed tiers: sent at the smallest allowed size, {plan.achieved:.3f}",
+            )
+        with self._device_stream(view, chunk):
+            stats = self._sender(view).send(
+                ChunkTask(
+                    room=chunk.room,
+                    session=chunk.session,
+                    peer=peer,
+                    pages=chunk.pages,
+                    page_start=chunk.page_start,
+                    tiers=plan.tiers,
+                    table=planned.table,
+                    subchunks=plan.subchunks,
+                    room_is_live=chunk.room_is_live,
+                )
+            )
+        counts = np.bincount(plan.tiers, minlength=len(Tier)).tolist()
+        staging = self._staging.counts()
+        self._metrics.staging_slots(in_use=staging.in_use, free=staging.free, quarantined=staging.quarantined)
+        return ChunkRecord(
+            time=time.time(),
+            room=chunk.room,
+            path=Path.TIERED,
+            reason=planned.reason,
+            profile=planned.profile,
+            tokens=len(plan.tiers),
+            native_bytes=plan.native_bytes,
+            wire_bytes=stats.wire_bytes,
+            achieved_b=stats.wire_bytes / plan.native_bytes,
+            tokens_by_tier=TokensByTier(high=counts[Tier.HIGH], mid=counts[Tier.MID], low=counts[Tier.LOW]),
+            writes=stats.writes,
+            subchunks=len(plan.subchunks),
+            pack_seconds=stats.pack_seconds,
+            write_seconds=stats.write_seconds,
+            wait_seconds=stats.wait_seconds,
+            last_chunk=chunk.last_chunk,
+        )
+
+    def _require_tierable(self, chunk: OutgoingChunk) -> tuple[PoolView, Handshake]:
+        if not self._config.enabled:
+            raise GoNativeError(Reason.DISABLED, "switched off by `enabled: false`")
+        if not isinstance(self._view, PoolView):
+            raise self._view
+        if chunk.peer is None:
+            raise GoNativeError(Reason.PEER_WITHOUT_SPECTRUMKV, f"{chunk.session} registered without a handshake")
+        if isinstance(chunk.peer, ControlMessageError):
+            raise GoNativeError(Reason.PROTOCOL_VERSION, str(chunk.peer))
+        ours, peer = self._view.geometry, chunk.peer
+        if peer.kv_dtype != ours.dtype:
+            raise ChunkFailedError(
+                FailureCause.DTYPE_MISMATCH,
+                f"prefill keeps KV in {ours.dtype}, decode at {peer.control_endpoint} in {peer.kv_dtype}: start both "
+                "with the same --dtype and --kv-cache-dtype",
+            )
+        theirs = (peer.layers, peer.kv_heads, peer.head_dim, peer.v_head_dim, peer.page_size)
+        if theirs != (ours.layers, ours.kv_heads, ours.head_dim, ours.v_head_dim, ours.page_size):
+            raise GoNativeError(
+                Reason.GEOMETRY_MISMATCH,
+                f"prefill has {ours}, decode (layers, kv heads, head dim, v head dim, page size) = {theirs}",
+            )
+        return self._view, peer
+
+    def _sender(self, view: PoolView) -> ChunkSender:
+        sender: ChunkSender | None = getattr(self._per_thread, "sender", None)
+        if sender is None:
+            sender = self._per_thread.sender = ChunkSender(
+                view=view,
+                config=self._config,
+                memory=self._memory,
+                staging=self._staging,
+                writes=self._writes,
+                channels=ControlChannels(self._context),
+                metrics=self._metrics,
+            )
+        return sender
+
+    def _device_stream(self, view: PoolView, chunk: OutgoingChunk) -> AbstractContextManager[Any]:
+        """This thread's own CUDA stream, made to wait for the forward that writes the chunk's pages."""
+        if view.device.type != "cuda":
+            return nullcontext()
+        stream = getattr(self._per_thread, "stream", None)
+        if stream is None:
+            torch.cuda.set_device(view.device)
+            stream = self._per_thread.stream = torch.cuda.Stream(view.device)
+        if chunk.forward_done is not None:
+            stream.wait_event(chunk.forward_done)
+        return torch.cuda.stream(stream)
+
+    # ---- native --------------------------------------------------------------------------------------------------
+
+    def _say_native(self, chunk: OutgoingChunk, reason: GoNativeError) -> None:
+        log_once(
+            logger,
+            logging.INFO if reason.reason is Reason.DISABLED else logging.WARNING,
+            f"native-{reason.reason.value}",
+            f"a chunk of room {chunk.room} travels natively, not tiered ({reason.reason.value}): {reason}",
+        )
+
+    def _native_record(self, chunk: OutgoingChunk, reason: Reason, writes: int) -> ChunkRecord:
+        size = len(chunk.pages) * self._page_bytes
+        return ChunkRecord(
+            time=time.time(),
+            room=chunk.room,
+            path=Path.NATIVE,
+            reason=reason,
+            profile="native",
+            tokens=len(chunk.pages) * self._page_size,
+            native_bytes=size,
+            wire_bytes=size,
+            achieved_b=1.0,
+            writes=writes,
+            last_chunk=chunk.last_chunk,
+        )
+
+    def _account(self, chunk: OutgoingChunk, record: ChunkRecord, started: float) -> None:
+        record = msgspec.structs.replace(record, transfer_seconds=time.perf_counter() - started)
+        self._metrics.chunk(record)
+        self._remember_bytes(chunk, record)
+        if self._log is not None:
+            self._log.write(record)
+        logger.debug("chunk of room %d: %s", chunk.room, record)
+
+    def _remember_bytes(self, chunk: OutgoingChunk, record: ChunkRecord) -> None:
+        key = (chunk.room, chunk.session)
+        before = self._sent.pop(key, BytesSent())
+        if not chunk.last_chunk:
+            self._sent[key] = BytesSent(before.native + record.native_bytes, before.wire + record.wire_bytes)
+            while len(self._sent) > _MOST_ROOMS:  # rooms that were aborted never send a last chunk
+                self._sent.popitem(last=False)

@@ -1,0 +1,75 @@
+"""Decode's rooms: which pages a room's payload may be unpacked into, and until when.
+
+The pages come from decode's own receiver, never from the peer. Retiring a room waits for an unpack that is running
+for it, so that no byte lands in a page after SGLang may have given it to another request.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import numpy.typing as npt
+
+from spectrumkv_sglang.observability.reasons import FailureCause
+from spectrumkv_sglang.transfer.errors import ChunkFailedError
+
+
+class _Room:
+    def __init__(self, pages: npt.NDArray[np.int64]) -> None:
+        self.pages = pages
+        self.lock = threading.Lock()
+        self.live = True
+
+
+class RoomRegistry:
+    """Thread-safe map from room id to the destination pages that decode allocated for it."""
+
+    def __init__(self) -> None:
+        self._rooms: dict[int, _Room] = {}
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._rooms)
+
+    def register(self, room: int, pages: npt.NDArray[np.integer]) -> None:
+        """Open ``room`` for the given destination pages; a room of the same id that is still open is retired first."""
+        self.retire(room)
+        with self._lock:
+            self._rooms[room] = _Room(np.array(pages, dtype=np.int64, copy=True))
+
+    def retire(self, room: int) -> None:
+        """Close ``room``; returns once no unpack for it is running. Unknown rooms are ignored."""
+        with self._lock:
+            entry = self._rooms.pop(room, None)
+        if entry is not None:
+            with entry.lock:
+                entry.live = False
+
+    def knows(self, room: int) -> bool:
+        with self._lock:
+            return room in self._rooms
+
+    @contextmanager
+    def pages(self, room: int, start: int, count: int) -> Iterator[npt.NDArray[np.int64]]:
+        """Hold ``room`` open and yield its pages [start, start + count).
+
+        Raises:
+            ChunkFailedError: cause ``room_gone`` or ``page_range``.
+        """
+        with self._lock:
+            entry = self._rooms.get(room)
+        if entry is None:
+            raise ChunkFailedError(FailureCause.ROOM_GONE, f"room {room} is not open on this decode rank")
+        with entry.lock:
+            if not entry.live:
+                raise ChunkFailedError(FailureCause.ROOM_GONE, f"room {room} was closed while its payload waited")
+            if start < 0 or count < 1 or start + count > len(entry.pages):
+                raise ChunkFailedError(
+                    FailureCause.PAGE_RANGE,
+                    f"room {room} has {len(entry.pages)} pages, payload names pages {start}..{start + count - 1}",
+                )
+            yield entry.pages[start : start + count]

@@ -1,0 +1,91 @@
+"""Verifies one committed payload and unpacks it into the pages of its room (decode side)."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from spectrumkv_sglang.kernels.checksum import payload_checksum
+from spectrumkv_sglang.observability.reasons import FailureCause
+from spectrumkv_sglang.payload.codec import read_prologue, unpack_payload
+from spectrumkv_sglang.payload.errors import PayloadError
+from spectrumkv_sglang.payload.layout import plan_layout
+from spectrumkv_sglang.payload.precision_table import PrecisionTable
+from spectrumkv_sglang.payload.prologue import Prologue
+from spectrumkv_sglang.payload.tier_map import decode_tier_map
+from spectrumkv_sglang.transfer.errors import ChunkFailedError
+from spectrumkv_sglang.transfer.messages import Commit
+from spectrumkv_sglang.transfer.pool_view import PoolView
+from spectrumkv_sglang.transfer.rooms import RoomRegistry
+from spectrumkv_sglang.transfer.slot_memory import SlotMemory
+
+
+@dataclass(frozen=True)
+class UnpackJob:
+    """A commit together with what its chunk's OPEN established."""
+
+    commit: Commit
+    room: int
+    table: PrecisionTable
+
+
+def pool_slots_of_pages(pages: np.ndarray, page_size: int) -> torch.Tensor:
+    """Pool slot ids, int64 [pages * page_size], of whole pages in order."""
+    slots = pages.astype(np.int64)[:, None] * page_size + np.arange(page_size, dtype=np.int64)
+    return torch.from_numpy(slots.reshape(-1))
+
+
+def unpack_commit(job: UnpackJob, view: PoolView, memory: SlotMemory, rooms: RoomRegistry) -> float:
+    """Check every claim of ``job`` against our own knowledge, then write the room's pages. Returns seconds.
+
+    Raises:
+        ChunkFailedError: nothing was written to any page.
+    """
+    started = time.perf_counter()
+    commit, geometry = job.commit, view.geometry
+    rows = commit.page_count * geometry.page_size
+    try:
+        tiers = decode_tier_map(commit.tier_map, rows, job.table.tiers)
+        counts = np.bincount(tiers, minlength=job.table.tiers).tolist()
+        if counts != list(commit.rows_per_tier):
+            raise PayloadError(f"tier map counts {counts} differ from the announced {list(commit.rows_per_tier)}")
+        layout = plan_layout(geometry, job.table, counts)
+        if commit.length != layout.total_bytes or commit.length > memory.slot_bytes:
+            raise PayloadError(
+                f"payload length {commit.length} announced, {layout.total_bytes} follow from its counts, "
+                f"slots have {memory.slot_bytes}"
+            )
+    except PayloadError as error:
+        raise ChunkFailedError(FailureCause.BAD_MESSAGE, str(error)) from error
+    payload = memory.load_from_slot(commit.slot, commit.length)
+    checksum = payload_checksum(payload)
+    if checksum != commit.checksum:
+        raise ChunkFailedError(
+            FailureCause.CHECKSUM_MISMATCH,
+            f"slot {commit.slot}: payload checksum {checksum:#018x}, announced {commit.checksum:#018x}",
+        )
+    try:
+        read_prologue(payload).check(
+            Prologue(
+                room=job.room,
+                generation=commit.generation,
+                sequence=commit.sequence,
+                rows_per_tier=tuple(counts),
+                total_bytes=commit.length,
+                geometry_digest=geometry.digest(),
+                table_digest=job.table.digest(),
+            )
+        )
+    except PayloadError as error:
+        raise ChunkFailedError(FailureCause.STALE_GENERATION, str(error)) from error
+    with rooms.pages(job.room, commit.page_start, commit.page_count) as pages:
+        slots = pool_slots_of_pages(pages, geometry.page_size)
+        if int(slots.max()) >= view.pool_slots or int(slots.min()) < 0:
+            raise ChunkFailedError(FailureCause.PAGE_RANGE, f"room {job.room} has pages outside the KV pool")
+        unpack_payload(payload, view.buffers, slots.to(view.device), tiers, layout)
+        if view.device.type == "cuda":
+            torch.cuda.current_stream(view.device).synchronize()
+    return time.perf_counter() - started

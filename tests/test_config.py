@@ -1,0 +1,231 @@
+"""Configuration from file and environment, and every way it is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from spectrumkv_sglang.config import ConfigError, SpectrumKVConfig, load_config
+from spectrumkv_sglang.errors import SpectrumKVError
+from spectrumkv_sglang.importance.scorers import RandomScorer, WindowScorer
+from spectrumkv_sglang.profiles.tier import Tier
+
+
+def write(tmp_path: Path, text: str, name: str = "skv.yaml") -> Path:
+    path = tmp_path / name
+    path.write_text(text)
+    return path
+
+
+def test_defaults() -> None:
+    config = load_config(environ={})
+    assert config.model_dump() == {
+        "enabled": True,
+        "budget": 0.55,
+        "allowed_tiers": (Tier.HIGH, Tier.MID, Tier.LOW),
+        "profile": "spectrum",
+        "sink_tokens": 4,
+        "recent_tokens": 64,
+        "min_tokens": 64,
+        "scorer": "window",
+        "scorer_window": 32,
+        "scorer_stride_samples": 32,
+        "slot_bytes": 16 * 1024 * 1024,
+        "landing_slots": 8,
+        "staging_slots": 4,
+        "slots_per_chunk": 4,
+        "open_timeout_s": 5.0,
+        "slot_wait_s": 1.0,
+        "write_timeout_s": 60.0,
+        "unpack_timeout_s": 30.0,
+        "quarantine_s": 90.0,
+        "lease_s": 60.0,
+        "control_host": None,
+        "transfer_log": None,
+        "seed": 0,
+    }
+    assert config == SpectrumKVConfig()
+    assert config.reachable_budget == pytest.approx(68 / 256)
+    assert config.make_scorer() == WindowScorer(32, 32)
+
+
+def test_every_field_says_what_it_is() -> None:
+    for name, field in SpectrumKVConfig.model_fields.items():
+        assert field.description, name
+
+
+def test_file_values(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        "budget: 0.6\nallowed_tiers: [mid, high]\nslot_bytes: 4MiB\n"
+        "transfer_log: /var/log/skv.jsonl\nscorer: random\nseed: 7\n",
+    )
+    config = load_config(path, environ={})
+    assert config.budget == 0.6
+    assert config.allowed_tiers == (Tier.HIGH, Tier.MID)
+    assert config.slot_bytes == 4 * 1024 * 1024
+    assert config.transfer_log == Path("/var/log/skv.jsonl")
+    assert config.make_scorer() == RandomScorer(7)
+    assert config.reachable_budget == pytest.approx(130 / 256)
+
+
+def test_path_from_the_environment(tmp_path: Path) -> None:
+    path = write(tmp_path, "budget: 0.7\n")
+    assert load_config(environ={"SPECTRUMKV_CONFIG": str(path)}).budget == 0.7
+    other = write(tmp_path, "budget: 0.8\n", "other.yaml")
+    assert load_config(other, environ={"SPECTRUMKV_CONFIG": str(path)}).budget == 0.8
+
+
+def test_launch_config_section(tmp_path: Path) -> None:
+    path = write(tmp_path, "model: /models/x\nprobe: {passed: true}\nspectrumkv:\n  budget: 0.3\n")
+    assert load_config(path, environ={}).budget == 0.3
+    assert load_config(write(tmp_path, "spectrumkv:\n"), environ={}) == SpectrumKVConfig()
+
+
+def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path, ""), environ={}) == SpectrumKVConfig()
+
+
+@pytest.mark.parametrize(
+    ("field", "text", "value"),
+    [
+        ("enabled", "false", False),
+        ("budget", "0.6", 0.6),
+        ("allowed_tiers", "high,mid", (Tier.HIGH, Tier.MID)),
+        ("allowed_tiers", '["high", "mid"]', (Tier.HIGH, Tier.MID)),
+        ("profile", "int8", "int8"),
+        ("sink_tokens", "8", 8),
+        ("recent_tokens", "0", 0),
+        ("min_tokens", "0", 0),
+        ("scorer", "uniform", "uniform"),
+        ("scorer_window", "0", 0),
+        ("scorer_stride_samples", "0", 0),
+        ("slot_bytes", "1048576", 1048576),
+        ("landing_slots", "16", 16),
+        ("staging_slots", "1", 1),
+        ("slots_per_chunk", "8", 8),
+        ("open_timeout_s", "0.5", 0.5),
+        ("slot_wait_s", "0", 0.0),
+        ("write_timeout_s", "10", 10.0),
+        ("unpack_timeout_s", "2", 2.0),
+        ("quarantine_s", "1.5", 1.5),
+        ("lease_s", "3", 3.0),
+        ("control_host", "10.0.0.1", "10.0.0.1"),
+        ("control_host", "", None),
+        ("transfer_log", "log.jsonl", Path("log.jsonl")),
+        ("transfer_log", "", None),
+        ("seed", "5", 5),
+    ],
+)
+def test_every_field_by_environment(tmp_path: Path, field: str, text: str, value: object) -> None:
+    path = write(tmp_path, "budget: 0.9\nslot_bytes: 65536\nseed: 1\ncontrol_host: a\ntransfer_log: b\n")
+    config = load_config(path, environ={f"SPECTRUMKV_{field.upper()}": text, "PATH": "/bin"})
+    assert getattr(config, field) == value
+
+
+def test_the_environment_case_covers_every_field() -> None:
+    marks = test_every_field_by_environment.pytestmark  # type: ignore[attr-defined]
+    cases = next(mark for mark in marks if mark.name == "parametrize").args[1]
+    assert {case[0] for case in cases} == set(SpectrumKVConfig.model_fields)
+
+
+def test_an_empty_variable_counts_as_not_set(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path, "budget: 0.9\n"), environ={"SPECTRUMKV_BUDGET": ""}).budget == 0.9
+
+
+def test_variables_that_are_no_fields_but_ours() -> None:
+    load_config(environ={"SPECTRUMKV_ACTIVE": "1", "SPECTRUMKV_TEST_FAULT": "x", "SPECTRUMKV_CONFIG": ""})
+
+
+def test_the_process_environment_does_not_leak_into_plain_construction(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECTRUMKV_BUDGET", "0.9")
+    assert SpectrumKVConfig().budget == 0.55
+    assert load_config().budget == 0.9
+
+
+def test_a_profile_path_in_a_file_is_relative_to_the_file(tmp_path: Path) -> None:
+    write(tmp_path, "name: mine\ntiers:\n  high: {keys: int8, values: int4}\n", "mine.yaml")
+    config = load_config(write(tmp_path, "profile: ./mine.yaml\n"), environ={})
+    assert config.loaded_profile.name == "mine"
+    assert config.reachable_budget == pytest.approx((130 + 68) / 512)
+
+
+REFUSED_FILES = [
+    ("budget: 0", ["budget = 0", "greater than 0", "at most 1"]),
+    ("budget: 1.5", ["budget = 1.5", "less than or equal to 1"]),
+    ("budget: much", ["budget = 'much'", "number"]),
+    ("budget: .nan", ["budget"]),
+    ("sink_tokens: -1", ["sink_tokens = -1", "at least 0", "tokens"]),
+    ("sink_tokens: 1.5", ["sink_tokens = 1.5", "integer"]),
+    ("allowed_tiers: [mid, low]", ["allowed_tiers", "must contain high"]),
+    ("allowed_tiers: []", ["allowed_tiers", "must contain high"]),
+    ("allowed_tiers: [high, medium]", ["allowed_tiers", "unknown tier 'medium'", "high, mid, low"]),
+    ("allowed_tiers: 3", ["allowed_tiers = 3", "list of tiers"]),
+    ("profile: spektrum", ["profile = 'spektrum'", "unknown profile", "spectrum-safe"]),
+    ("profile: ./absent.yaml", ["profile", "cannot read profile file"]),
+    ("scorer: oracle", ["scorer = 'oracle'", "choose from window, exact"]),
+    ("scorer_window: 0\nscorer_stride_samples: 0", ["must not both be 0"]),
+    ("slot_bytes: 4096", ["slot_bytes = 4096", "at least 65536"]),
+    ("slot_bytes: 70000", ["slot_bytes = 70000", "a multiple of 4096"]),
+    ("slot_bytes: lots", ["slot_bytes = 'lots'"]),
+    ("landing_slots: 0", ["landing_slots = 0", "at least 1"]),
+    ("slots_per_chunk: 9", ["slots_per_chunk (9)", "landing_slots (8)"]),
+    ("write_timeout_s: 0", ["write_timeout_s = 0", "above 0", "seconds"]),
+    ("seed: -1", ["seed = -1"]),
+    ("budget: 0.2", ["budget 0.2 is below 0.266", "high, mid, low", "'spectrum'", "raise budget"]),
+    ("budget: 0.5\nprofile: spectrum-safe", ["budget 0.5 is below 0.508", "tiers high, mid"]),
+    ("budget: 0.5\nallowed_tiers: [high, mid]", ["budget 0.5 is below 0.508", "tiers high, mid"]),
+    ("profile: native-packed", ["budget 0.55 is below 1", "native-packed"]),
+    ("bugdet: 0.5", ["unknown field 'bugdet'", "did you mean budget?"]),
+    ("spectrumkv:\n  bugdet: 0.5", ["section spectrumkv", "unknown field 'bugdet'"]),
+    ("model: x", ["unknown field 'model'"]),
+    ("- budget", ["expected fields and values"]),
+    ("spectrumkv: 3", ["section spectrumkv", "expected fields and values, got 3"]),
+    ("budget: [", ["not valid YAML"]),
+]
+
+
+@pytest.mark.parametrize(("text", "parts"), REFUSED_FILES, ids=[text for text, _ in REFUSED_FILES])
+def test_a_file_is_refused_by_name_field_and_range(tmp_path: Path, text: str, parts: list[str]) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, environ={})
+    for part in [str(path), *parts]:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("environ", "parts"),
+    [
+        ({"SPECTRUMKV_BUDGET": "2"}, ["environment variable SPECTRUMKV_BUDGET = '2'", "at most 1"]),
+        ({"SPECTRUMKV_ALLOWED_TIERS": "low"}, ["SPECTRUMKV_ALLOWED_TIERS = 'low'", "must contain high"]),
+        ({"SPECTRUMKV_BUGDET": "0.5"}, ["SPECTRUMKV_BUGDET", "did you mean SPECTRUMKV_BUDGET?", "unset"]),
+        ({"SPECTRUMKV_BUDGET": "0.1"}, ["budget 0.1 is below 0.266", "from SPECTRUMKV_BUDGET"]),
+        ({"SPECTRUMKV_CONFIG": "/nowhere/skv.yaml"}, ["/nowhere/skv.yaml", "--spectrumkv-config", "SPECTRUMKV_CONFIG"]),
+    ],
+)
+def test_the_environment_is_refused_by_variable(environ: dict[str, str], parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(environ=environ)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(tmp_path, "budget: 3\nlanding_slots: 0\n"), environ={"SPECTRUMKV_SEED": "x"})
+    for part in ("budget = 3", "landing_slots = 0", "SPECTRUMKV_SEED = 'x'"):
+        assert part in str(caught.value)
+
+
+def test_native_packed_at_full_budget_is_no_contradiction(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path, "profile: native-packed\nbudget: 1\n"), environ={}).reachable_budget == 1.0
+
+
+def test_the_configuration_is_immutable() -> None:
+    config = SpectrumKVConfig()
+    with pytest.raises(ValidationError, match="frozen"):
+        config.budget = 0.3
+    assert issubclass(ConfigError, SpectrumKVError)
