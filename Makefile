@@ -18,7 +18,7 @@ TEST_VERSIONS ?= 0.5.16 0.5.20 0.5.23
 VENV := .venv
 BIN := $(VENV)/bin
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
-REQUIREMENTS := $(wildcard requirements/*.txt)
+REQUIREMENTS := $(sort $(wildcard requirements/*.txt))
 # The stamps carry a digest of what they were made from, so that a change of a pin installs again and a clone's new
 # file times do not.
 PACKAGES_STAMP := $(VENV)/.packages-$(shell cat $(REQUIREMENTS) | sha256sum | cut -c1-16)$(if $(GPU),-gpu-$(MOONCAKE))
@@ -41,7 +41,7 @@ setup: libraries $(PACKAGES_STAMP) $(PROJECT_STAMP) ## Make the virtual environm
 libraries:
 	@missing=; \
 	for library in $(LIBRARIES); do \
-	    { ldconfig -p || /sbin/ldconfig -p; } 2>/dev/null | grep -qF "$$library" || missing="$$missing $$library"; \
+	    { ldconfig -p || /sbin/ldconfig -p; } 2>/dev/null | grep -F "$$library" >/dev/null || missing="$$missing $$library"; \
 	done; \
 	if [ -z "$$missing" ]; then exit 0; fi; \
 	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \

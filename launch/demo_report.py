@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from rich.box import SIMPLE, SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -14,6 +15,10 @@ from spectrumkv_sglang.launch.transfer_log_reader import RequestTransfer
 
 _SHOWN_CHARACTERS = 220
 _UNKNOWN = "-"
+_LEGEND = (
+    "b: achieved, wire / native bytes. lo: everything that crossed the loopback interface meanwhile, HTTP and headers "
+    "too. writes: Mooncake writes. ms: transfer time."
+)
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,7 @@ def print_report(console: Console, reports: list[RequestReport]) -> None:
 
 def _answers(prompt: str, reports: list[RequestReport]) -> Table:
     plain = reports[0].plain
-    table = Table(title=f"{prompt} ({plain.prompt_tokens} tokens)", title_justify="left", expand=True)
+    table = Table(title=f"{prompt} ({plain.prompt_tokens} tokens)", title_justify="left", box=SIMPLE, expand=True)
     table.add_column("server", no_wrap=True)
     table.add_column("same tokens", justify="right", no_wrap=True)
     table.add_column("answer", ratio=1)
@@ -80,35 +85,47 @@ def _answers(prompt: str, reports: list[RequestReport]) -> Table:
 
 
 def _transfers(reports: list[RequestReport]) -> Table:
-    table = Table(title="KV transfers", title_justify="left", expand=True)
+    table = Table(
+        title="KV transfers",
+        caption=_LEGEND,
+        title_justify="left",
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+        padding=0,
+        pad_edge=False,
+    )
     for heading in ("profile", "path"):
-        table.add_column(heading)
+        table.add_column(heading, no_wrap=True)
     for heading in (
-        *("prompt tokens", "native bytes", "wire bytes", "interface bytes", "achieved b"),
-        *("high / mid / low", "writes", "transfer ms"),
+        *("prompt\ntokens", "native\nkB", "wire\nkB", "lo\nkB", "b"),
+        *("tokens\nhigh/mid/low", "writes", "ms"),
     ):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     for report in reports:
-        common = (f"{report.answer.prompt_tokens:,}", f"{report.interface_bytes:,}")
         transfer = report.transfer
-        if transfer is None:
-            unknown = [_UNKNOWN] * 2
-            table.add_row(report.profile, "native", common[0], *unknown, common[1], *[_UNKNOWN] * 4)
-            continue
-        tiers = transfer.tokens_by_tier
         table.add_row(
             report.profile,
-            transfer.path,
-            common[0],
-            f"{transfer.native_bytes:,}",
-            f"{transfer.wire_bytes:,}",
-            common[1],
-            f"{transfer.achieved_b:.3f}",
-            f"{tiers['high']} / {tiers['mid']} / {tiers['low']}",
-            str(transfer.writes),
-            f"{transfer.transfer_seconds * 1e3:.0f}",
+            "native" if transfer is None else transfer.path,
+            f"{report.answer.prompt_tokens:,}",
+            _UNKNOWN if transfer is None else _kilobytes(transfer.native_bytes),
+            _UNKNOWN if transfer is None else _kilobytes(transfer.wire_bytes),
+            _kilobytes(report.interface_bytes),
+            *([_UNKNOWN] * 4 if transfer is None else _counts(transfer)),
         )
     return table
+
+
+def _counts(transfer: RequestTransfer) -> tuple[str, str, str, str]:
+    return (
+        f"{transfer.achieved_b:.3f}",
+        "/".join(str(transfer.tokens_by_tier[tier]) for tier in ("high", "mid", "low")),
+        str(transfer.writes),
+        f"{transfer.transfer_seconds * 1e3:.0f}",
+    )
+
+
+def _kilobytes(count: int) -> str:
+    return f"{count / 1000:,.0f}"
 
 
 def _one_line(text: str) -> str:

@@ -31,7 +31,7 @@ LOG_TAIL_LINES = 40
 GRACE_SECONDS = 1.0
 _TRACKER_SECONDS = 3.0
 # Waits for end-of-file on its standard input, which comes when the program that holds the other end is gone.
-_LEASH = 'cat >/dev/null; kill -KILL -- "-$1" 2>/dev/null; rm -rf -- "$2"'
+_LEASH = 'cat >/dev/null; kill -KILL "-$1" 2>/dev/null; rm -rf -- "$2"'
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _running: set[ManagedProcess] = set()
@@ -52,7 +52,13 @@ class ManagedProcess:
         cwd: working directory.
         log_path: file that takes standard output and standard error; it is replaced.
         namespace: network namespace to start in; None for the program's own.
+
+    Attributes:
+        shared_memory_prefix: files in shared memory whose names start so are removed with the process that maps them;
+            for subclasses whose program leaves them behind. Empty for none.
     """
+
+    shared_memory_prefix = ""
 
     def __init__(
         self,
@@ -147,20 +153,12 @@ class ManagedProcess:
             return "(no log)"
         return "\n".join(text.splitlines()[-lines:])
 
-    def remove_leftovers(self, temporary: Path) -> None:
-        """Remove what the ended process left outside its temporary folder; for subclasses.
-
-        Args:
-            temporary: the process's temporary folder, about to be removed.
-        """
-
     def stop(self, grace_seconds: float = GRACE_SECONDS) -> None:
         """End the process and all its descendants: SIGTERM, then SIGKILL after ``grace_seconds``. Safe to repeat."""
         with self._stop_lock:
             if self._process is not None:
-                _end_process_tree(self._process, grace_seconds)
+                _end_process_tree(self._process, grace_seconds, self.shared_memory_prefix)
             if self._temporary:
-                self.remove_leftovers(Path(self._temporary))
                 shutil.rmtree(self._temporary, ignore_errors=True)
                 self._temporary = ""
             if self._leash is not None:
@@ -232,13 +230,14 @@ def _signals_held() -> Iterator[None]:
             signal.raise_signal(arrived[0])
 
 
-def _end_process_tree(process: subprocess.Popen[bytes], grace_seconds: float) -> None:
+def _end_process_tree(process: subprocess.Popen[bytes], grace_seconds: float, shared_memory_prefix: str) -> None:
     family: list[psutil.Process] = []
     trackers: list[psutil.Process] = []
     with suppress(psutil.NoSuchProcess):
         leader = psutil.Process(process.pid)
         family = [leader, *leader.children(recursive=True)]
         trackers = [member for member in family if _is_resource_tracker(member)]
+    leftovers = _mapped_shared_memory(family, shared_memory_prefix) if shared_memory_prefix else set()
     if process.poll() is None:
         process.terminate()  # not the group: SGLang takes a scheduler that ends first for a crash
     psutil.wait_procs(family, timeout=grace_seconds)
@@ -253,6 +252,20 @@ def _end_process_tree(process: subprocess.Popen[bytes], grace_seconds: float) ->
     for member in family:
         _kill(member)
     psutil.wait_procs(family, timeout=10)
+    for leftover in leftovers:
+        leftover.unlink(missing_ok=True)
+
+
+def _mapped_shared_memory(processes: Iterable[psutil.Process], prefix: str) -> set[Path]:
+    """Return the files in /dev/shm with names that start with ``prefix`` and that one of the processes maps."""
+    mapped: set[Path] = set()
+    for process in processes:
+        with suppress(OSError):  # it has ended, or the system has no /proc
+            for line in Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8").splitlines():
+                path = line[line.index("/") :] if "/" in line else ""
+                if path.startswith(f"/dev/shm/{prefix}") and not path.endswith(" (deleted)"):
+                    mapped.add(Path(path))
+    return mapped
 
 
 def _is_resource_tracker(process: psutil.Process) -> bool:

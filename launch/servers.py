@@ -1,9 +1,9 @@
 """Real SGLang servers and the router, on a CPU or a GPU: start, wait until healthy, stop.
 
-    spec = ServerSpec(role=Role.PREFILL, model=fetch_model(), backend="mooncake_tcp")
-    with Fleet(log_dir=Path("build/logs")) as fleet:
-        prefill = fleet.start(SGLangServer(spec, "prefill"))
-        ...
+    with Fleet() as fleet:
+        prefill = fleet.start(SGLangServer(ServerSpec(role=Role.PREFILL, model=model), "prefill"))
+        decode = fleet.start(SGLangServer(ServerSpec(role=Role.DECODE, model=model), "decode"))
+        router = fleet.start_router(Router(prefill, decode))
         fleet.wait_ready()
 
 Every server listens on loopback (or on the address given), on ports chosen at run time.
@@ -43,10 +43,11 @@ CPU_SHIMS = Path(__file__).parent / "cpu_shims"
 
 # Below the kernel's range for outgoing connections, above the range in which Mooncake listens (15000-17000).
 _PORT_RANGE = range(18000, 32000)
-_SHARED_MEMORY = Path("/dev/shm")
 _ports_given: set[int] = set()
 
-_COMMON_FLAGS = ("--sampling-backend", "pytorch", "--grammar-backend", "none", "--mem-fraction-static", "0.3")
+# The token pool is bounded by --max-total-tokens. The memory fraction only has to be large enough that servers which
+# start side by side, and see each other's memory as used, do not refuse to.
+_COMMON_FLAGS = ("--sampling-backend", "pytorch", "--grammar-backend", "none", "--mem-fraction-static", "0.9")
 # bfloat16 serving on a CPU is untested; an idle scheduler without --sleep-on-idle takes half a core.
 _CPU_FLAGS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32"),
@@ -176,6 +177,9 @@ class SGLangServer(ManagedProcess):
         bootstrap_port: port of a prefill server's bootstrap service (reserved, unused by the other roles).
     """
 
+    # Load statistics that a scheduler shares with its HTTP server; SGLang never unlinks the file.
+    shared_memory_prefix = "sglang_loads_"
+
     def __init__(self, spec: ServerSpec, name: str, *, log_dir: Path = DEFAULT_LOG_DIR) -> None:
         self.spec = spec
         self.port = free_port(spec.namespace)
@@ -196,12 +200,6 @@ class SGLangServer(ManagedProcess):
     def url(self) -> str:
         """Base address for HTTP requests from the server's own network namespace."""
         return f"http://{self.spec.host}:{self.port}"
-
-    def remove_leftovers(self, temporary: Path) -> None:
-        """Remove the shared-memory files that SGLang never unlinks; their names hold those of its IPC sockets."""
-        for socket_file in temporary.iterdir():
-            for leftover in _SHARED_MEMORY.glob(f"sglang_loads_{socket_file.name}_*.shm"):
-                leftover.unlink(missing_ok=True)
 
     def ready(self) -> bool:
         """Whether the server has answered a one-token health request."""

@@ -1,4 +1,4 @@
-"""Reads the transfer log of a running prefill server: what was sent for one request, as the server itself counted it."""
+"""Reads the transfer log of a running prefill server: what was sent for a request, as the server counted it."""
 
 from __future__ import annotations
 

@@ -73,7 +73,12 @@ class SpectrumKVConfig(BaseSettings):
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True, validate_default=True)
 
     enabled: bool = Field(default=True, description="false: every chunk takes SGLang's own path")
-    budget: float = Field(default=0.55, gt=0, le=1, description="b, wire bytes / native bytes, everything counted")
+    budget: float = Field(
+        default=0.55,
+        gt=0,
+        le=1,
+        description="b, wire bytes / native bytes, all counted; unset: .55, or the profile's least if more",
+    )
     allowed_tiers: Annotated[tuple[Tier, ...], BeforeValidator(_tiers_from_text)] = Field(
         default=(Tier.HIGH, Tier.MID, Tier.LOW), description="token tiers that may be used; high is always among them"
     )
@@ -120,7 +125,7 @@ class SpectrumKVConfig(BaseSettings):
         default=90.0, ge=0, le=86400, description="rest of a slot after a failed write; seconds"
     )
     lease_s: float = Field(
-        default=60.0, gt=0, le=86400, description="decode takes back slots that prefill left; seconds"
+        default=120.0, gt=0, le=86400, description="decode takes back slots that prefill left; seconds"
     )
     control_host: OptionalText = Field(default=None, description="address that decode's control channel binds to; host")
     transfer_log: OptionalPath = Field(default=None, description="file that gets one JSON line a chunk; path")
@@ -164,11 +169,19 @@ class SpectrumKVConfig(BaseSettings):
     def _no_contradictions(self) -> SpectrumKVConfig:
         if self.scorer_window + self.scorer_stride_samples == 0:
             raise ValueError("scorer_window and scorer_stride_samples must not both be 0: no query would be observed")
+        if self.lease_s <= self.write_timeout_s:
+            raise ValueError(
+                f"lease_s ({self.lease_s:g}) must exceed write_timeout_s ({self.write_timeout_s:g}): decode would take "
+                "back a slot that prefill may still be writing"
+            )
         if self.slots_per_chunk > self.landing_slots:
             raise ValueError(
                 f"slots_per_chunk ({self.slots_per_chunk}) must not exceed landing_slots ({self.landing_slots}): lower "
                 "the one or raise the other"
             )
+        if self.budget < self.reachable_budget and "budget" not in self.model_fields_set:
+            # Nobody asked for the default: take the least that the chosen profile reaches.
+            object.__setattr__(self, "budget", float(_rounded_up(self.reachable_budget)))
         if self.budget < self.reachable_budget:
             tiers = ", ".join(tier.label for tier in self.loaded_profile.usable_tiers(self.allowed_tiers))
             raise ValueError(

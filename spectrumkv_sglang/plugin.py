@@ -27,6 +27,9 @@ def register() -> None:
     """Called by SGLang in every process, before it parses arguments."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    if multiprocessing.parent_process() is None:
+        # The launching process decides anew; what a shell or another server left behind does not count.
+        os.environ.pop(compat.ACTIVE_VARIABLE, None)
     try:
         compat.add_backend_choices()
         for name in (compat.PD_HOOK, compat.CLI_HOOK):
@@ -83,12 +86,11 @@ def _choose_backend(server_args: Any, *args: Any, **kwargs: Any) -> None:
     """Before SGLang validates its disaggregation arguments."""
     chosen = compat.alias_to_mooncake(server_args)
     if chosen is None:
-        if multiprocessing.parent_process() is None:
-            os.environ.pop(compat.ACTIVE_VARIABLE, None)
         return
     from spectrumkv_sglang.config import load_config
 
-    compat.require_extension_points()
+    # The scheduler processes check SGLang's extension points. Here that would import prometheus_client before SGLang
+    # has named its multi-process folder, and the server's own metrics would be lost.
     config = load_config()
     os.environ[compat.ACTIVE_VARIABLE] = chosen
     logger.info("disaggregation transfer backend %s -> mooncake, with tiered KV (%s)", chosen, config.profile)
@@ -145,8 +147,10 @@ def _attach_decode(original: Any, queue: Any, *args: Any, **kwargs: Any) -> Any:
     return kv_manager
 
 
-def _attention(original: Any, backend: Any, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, *a: Any, **kw: Any) -> Any:
-    output = original(backend, q, k, v, layer, forward_batch, *a, **kw)
+def _attention(
+    original: Any, backend: Any, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, *args: Any, **kwargs: Any
+) -> Any:
+    output = original(backend, q, k, v, layer, forward_batch, *args, **kwargs)
     if _observer is not None:
         _observer.observe(q, layer, forward_batch)
     return output

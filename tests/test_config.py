@@ -41,7 +41,7 @@ def test_defaults() -> None:
         "write_timeout_s": 60.0,
         "unpack_timeout_s": 30.0,
         "quarantine_s": 90.0,
-        "lease_s": 60.0,
+        "lease_s": 120.0,
         "control_host": None,
         "transfer_log": None,
         "seed": 0,
@@ -111,7 +111,7 @@ def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
         ("write_timeout_s", "10", 10.0),
         ("unpack_timeout_s", "2", 2.0),
         ("quarantine_s", "1.5", 1.5),
-        ("lease_s", "3", 3.0),
+        ("lease_s", "300", 300.0),
         ("control_host", "10.0.0.1", "10.0.0.1"),
         ("control_host", "", None),
         ("transfer_log", "log.jsonl", Path("log.jsonl")),
@@ -177,7 +177,8 @@ REFUSED_FILES = [
     ("budget: 0.2", ["budget 0.2 is below 0.266", "high, mid, low", "'spectrum'", "raise budget"]),
     ("budget: 0.5\nprofile: spectrum-safe", ["budget 0.5 is below 0.508", "tiers high, mid"]),
     ("budget: 0.5\nallowed_tiers: [high, mid]", ["budget 0.5 is below 0.508", "tiers high, mid"]),
-    ("profile: native-packed", ["budget 0.55 is below 1", "native-packed"]),
+    ("profile: native-packed\nbudget: 0.55", ["budget 0.55 is below 1", "native-packed"]),
+    ("write_timeout_s: 200", ["lease_s (120) must exceed write_timeout_s (200)"]),
     ("bugdet: 0.5", ["unknown field 'bugdet'", "did you mean budget?"]),
     ("spectrumkv:\n  bugdet: 0.5", ["section spectrumkv", "unknown field 'bugdet'"]),
     ("model: x", ["unknown field 'model'"]),
@@ -218,6 +219,11 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
         load_config(write(tmp_path, "budget: 3\nlanding_slots: 0\n"), environ={"SPECTRUMKV_SEED": "x"})
     for part in ("budget = 3", "landing_slots = 0", "SPECTRUMKV_SEED = 'x'"):
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(("profile", "budget"), [("native-packed", 1.0), ("int8", 0.55), ("spectrum", 0.55)])
+def test_an_unset_budget_follows_the_profile(tmp_path: Path, profile: str, budget: float) -> None:
+    assert load_config(write(tmp_path, f"profile: {profile}\n"), environ={}).budget == budget
 
 
 def test_native_packed_at_full_budget_is_no_contradiction(tmp_path: Path) -> None:

@@ -409,14 +409,6 @@ def test_doctor_names_every_extension_point_that_an_sglang_lacks(tmp_path: Path,
     assert all(finding.severity is Severity.PROBLEM and finding.remedy for finding in missing)
 
 
-def test_doctor_reports_a_configuration_that_does_not_load(tmp_path: Path, without_sglang: Path) -> None:
-    exit_code, report, _ = doctor(
-        tmp_path, "--config", str(tmp_path / "none.yaml"), python_path=[without_sglang], flags=("-S",)
-    )
-    assert exit_code == 1
-    assert any(f.section == "configuration" and f.severity is Severity.PROBLEM for f in report.findings)
-
-
 @pytest.mark.parametrize(
     "arguments",
     [["doctor", "--bogus"], ["unknown"], ["profiles", "--head-dim", "12"], ["profiles", "--json", "/nope/x"]],

@@ -10,7 +10,8 @@ from spectrumkv_sglang.doctor.extension_points import check_sglang_extension_poi
 from spectrumkv_sglang.doctor.findings import Finding, Report, Section, Severity, make_report
 from spectrumkv_sglang.doctor.gpu import check_gpus
 from spectrumkv_sglang.doctor.transport import check_transport
-from spectrumkv_sglang.doctor.versions import check_versions, package_version
+from spectrumkv_sglang.doctor.versions import check_versions
+from spectrumkv_sglang.version import __version__
 
 __all__ = ["Finding", "Report", "Severity", "examine"]
 
@@ -26,7 +27,7 @@ def examine(config_path: Path | None, model_directory: Path | None, environ: Map
         ]
         settings_and_model = _check_settings_and_model(config_path, model_directory, environ)
         sections = [check.result() for check in checks]
-    return make_report(package_version(), [*sections, *settings_and_model])
+    return make_report(__version__, [*sections, *settings_and_model])
 
 
 def _check_settings_and_model(

@@ -13,17 +13,13 @@ from packaging.version import InvalidVersion, Version
 from spectrumkv_sglang.doctor.findings import Section
 from spectrumkv_sglang.doctor.isolated import run_python
 from spectrumkv_sglang.sglang_compat import NEWEST_SGLANG, OLDEST_SGLANG, version_supported
+from spectrumkv_sglang.version import __version__
 
 PLUGIN_GROUP = "sglang.srt.plugins"
 PLUGIN_NAME = "spectrumkv"
 MOONCAKE_PREFIX = "mooncake-transfer-engine"
 # Up to 0.3.11 a peer that reaches Mooncake's port may read and write any byte of the process.
 OLDEST_MOONCAKE = Version("0.3.12")
-
-
-def package_version() -> str:
-    """Version of this package as installed."""
-    return installed_version("spectrumkv-sglang") or "unknown"
 
 
 def installed_version(distribution: str) -> str | None:
@@ -38,7 +34,7 @@ def installed_versions() -> dict[str, str]:
     """Versions of this package, Python and what it runs on, by name; "not installed" where there is none."""
     names = ("sglang", "torch", "triton")
     return {
-        "spectrumkv-sglang": package_version(),
+        "spectrumkv-sglang": __version__,
         "python": platform.python_version(),
         **{name: installed_version(name) or "not installed" for name in names},
         **(dict(_installed_mooncakes()) or {MOONCAKE_PREFIX: "not installed"}),
@@ -61,7 +57,7 @@ def _check_plugin(section: Section, allowed_plugins: str | None) -> None:
     if not any(entry_point.name == PLUGIN_NAME for entry_point in entry_points):
         section.problem(
             "spectrumkv-sglang",
-            f"{package_version()}, but its SGLang plugin is not registered",
+            f"{__version__}, but its SGLang plugin is not registered",
             "install the package (pip install spectrumkv-sglang) instead of putting its source on PYTHONPATH",
         )
         return
@@ -69,11 +65,11 @@ def _check_plugin(section: Section, allowed_plugins: str | None) -> None:
     if allowed and PLUGIN_NAME not in allowed:
         section.problem(
             "spectrumkv-sglang",
-            f"{package_version()}, but SGLANG_PLUGINS={allowed_plugins} keeps SGLang from loading it",
+            f"{__version__}, but SGLANG_PLUGINS={allowed_plugins} keeps SGLang from loading it",
             f"add {PLUGIN_NAME} to SGLANG_PLUGINS, or unset it",
         )
         return
-    section.ok("spectrumkv-sglang", f"{package_version()}, plugin registered")
+    section.ok("spectrumkv-sglang", f"{__version__}, plugin registered")
 
 
 def _check_torch(section: Section) -> None:

@@ -83,7 +83,7 @@ class AttentionObserver:
                     logit_cap=getattr(layer, "logit_cap", None),
                 )
                 self._scores.add(request.key_slots, column_sums, could_attend)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (nothing in here may fail a forward)
             self._on_error()
             log_once(
                 logger,

@@ -153,14 +153,16 @@ class SpectrumKVManager(MooncakeKVManager):  # type: ignore[misc]
     def transfer_worker(self, queue: Any, *args: Any, **kwargs: Any) -> Any:
         return super().transfer_worker(_ChunkTap(queue, self), *args, **kwargs)
 
-    def add_transfer_request(self, bootstrap_room: int, kv_indices: Any, index_slice: slice, *args: Any, **kw: Any) -> Any:
+    def add_transfer_request(
+        self, bootstrap_room: int, kv_indices: Any, index_slice: slice, *args: Any, **kwargs: Any
+    ) -> Any:
         if torch.cuda.is_available() and self.prefill_rank is not None:
             event = torch.cuda.Event()
             event.record()
             self._forward_events[(bootstrap_room, index_slice.start or 0)] = event
             while len(self._forward_events) > _MOST_EVENTS:
                 self._forward_events.popitem(last=False)
-        return super().add_transfer_request(bootstrap_room, kv_indices, index_slice, *args, **kw)
+        return super().add_transfer_request(bootstrap_room, kv_indices, index_slice, *args, **kwargs)
 
     def send_kvcache(
         self,

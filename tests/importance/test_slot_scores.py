@@ -28,6 +28,8 @@ def test_reset_forgets_only_its_slots() -> None:
     scores.add(torch.arange(4), torch.ones(4), torch.full((4,), 2.0))
     scores.reset(torch.tensor([1, 3]))
     assert scores.read(torch.arange(4)).tolist() == [0.5, 0.0, 0.5, 0.0]
+    scores.add(torch.arange(4), torch.ones(4), torch.full((4,), 1.0))
+    assert scores.read(torch.arange(4)).tolist() == pytest.approx([2 / 3, 1.0, 2 / 3, 1.0])
 
 
 def test_chunked_prefill_accumulates_to_the_score_of_one_chunk() -> None:

@@ -143,6 +143,15 @@ def test_tiers_of_one_cost_take_the_best_for_nothing() -> None:
     assert result.cost_bytes == 192
 
 
+def test_order_of_importance_survives_rounding() -> None:
+    importance = 2.0 - np.finfo(np.float64).eps * np.arange(20, 0, -1)  # later rows by one ulp more important
+    cost, distortion = [101, 99, 1], [0.0, 0.5, 1.1]
+    assert len(np.unique(importance * (distortion[2] / 100))) < 20
+    for budget in range(20, 20 * 101, 50):
+        tiers = assign_tiers(importance, cost, distortion, budget, np.zeros(20, bool), [Tier.HIGH, Tier.LOW]).tiers
+        assert (np.diff(tiers.astype(int)) <= 0).all()
+
+
 def test_a_single_usable_tier_is_trivial() -> None:
     result = assign_tiers(np.arange(3), COST, DISTORTION, 10, np.zeros(3, bool), [Tier.HIGH])
     assert (result.tiers.tolist(), result.cost_bytes, result.reachable) == ([0, 0, 0], 768, False)

@@ -1,0 +1,36 @@
+"""The real pair on each supported SGLang release, one command: ``make test-versions``."""
+
+from __future__ import annotations
+
+import pytest
+from pair_cluster import PairCluster
+
+from spectrumkv_sglang.launch.prompts import LONG_PROMPTS, SHORT_PROMPTS
+from spectrumkv_sglang.launch.transfer_log_reader import request_transfer
+
+TEXTS = (SHORT_PROMPTS[0].text, SHORT_PROMPTS[1].text, LONG_PROMPTS[0].text)
+
+
+@pytest.mark.versions
+@pytest.mark.parametrize("version", ["0.5.16", "0.5.20", "0.5.23"])
+def test_pair_answers_like_a_plain_server(cluster: PairCluster, version: str) -> None:
+    plain = cluster.plain(sglang=version)
+    decode = cluster.decode(sglang=version)
+    packed = cluster.prefill(profile="native-packed", sglang=version)
+    spectrum = cluster.prefill(profile="spectrum", budget=0.35, sglang=version)
+    cluster.wait_ready(plain, decode, packed, spectrum)
+    cluster.transfers(packed).skip()
+    cluster.transfers(spectrum).skip()
+    for text in TEXTS:
+        expected = cluster.generate_alone(plain, text, max_new_tokens=24, sampling={"ignore_eos": True})
+        answer = cluster.generate(packed, decode, text, max_new_tokens=24, sampling={"ignore_eos": True})
+        assert answer.output_ids == expected.output_ids
+        assert request_transfer(cluster.transfers(packed).next_request()).path == "tiered"
+    answer = cluster.generate(spectrum, decode, TEXTS[-1], max_new_tokens=24, sampling={"ignore_eos": True})
+    sent = request_transfer(cluster.transfers(spectrum).next_request())
+    assert sent.path == "tiered"
+    assert sent.achieved_b <= 0.35
+    equal = sum(a == b for a, b in zip(answer.output_ids, expected.output_ids, strict=False))
+    assert equal >= 0.75 * len(expected.output_ids)
+    for server in (plain, decode, packed, spectrum):
+        cluster.stop(server)

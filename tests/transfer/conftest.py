@@ -1,0 +1,146 @@
+"""Fixtures of the transfer tests: one Mooncake engine here, one decode process beside, fresh ranks for each test."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))  # tests say `from two_ranks import PeerRank`
+
+from decode_process import HOST, count_resources  # noqa: E402
+from two_ranks import (  # noqa: E402
+    GEOMETRY,
+    MOONCAKE_ENVIRONMENT,
+    SLOT_BYTES,
+    DecodePeer,
+    PeerRank,
+    PrefillSide,
+    RawPrefill,
+    eventually,
+)
+
+POOL_PAGES = 400
+MakeRank = Callable[..., PeerRank]
+MakePrefill = Callable[..., PrefillSide]
+MakeRaw = Callable[[PrefillSide, PeerRank], RawPrefill]
+
+
+@pytest.fixture(scope="session")
+def engine() -> Iterator[Any]:
+    """This process's Mooncake engine over TCP."""
+    from mooncake.engine import TransferEngine
+
+    before = dict(os.environ)
+    os.environ.update(MOONCAKE_ENVIRONMENT)
+    engine = TransferEngine()
+    assert engine.initialize(HOST, "P2PHANDSHAKE", "tcp", "") == 0
+    yield engine
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture(scope="session")
+def peer(engine: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DecodePeer]:
+    """The decode process that most tests share, with its connection to ``engine`` already made."""
+    peer = DecodePeer(tmp_path_factory.mktemp("decode") / "log")
+    rank = PeerRank(peer, GEOMETRY, POOL_PAGES, {"slot_bytes": SLOT_BYTES})
+    log = tmp_path_factory.mktemp("prefill") / "transfers.jsonl"
+    source = PrefillSide(engine, GEOMETRY, POOL_PAGES, log, profile="native-packed", budget=1.0, slot_bytes=SLOT_BYTES)
+    pages = source.some_pages(200)
+    rank.open_room(1, len(pages))
+    assert source.send(rank, 1, pages).reason == "tiered"
+    source.rank.close()
+    rank.ask("stop_rank")
+    yield peer
+    peer.end()
+
+
+@pytest.fixture
+def resources_return(peer: DecodePeer) -> Iterator[None]:
+    """Both processes have as many threads, sockets and other descriptors after the test as before it."""
+    gc.collect()
+    before = (count_resources(), peer.ask("resources"))
+    yield
+    gc.collect()
+
+    def after() -> tuple[dict[str, int], dict[str, int]]:
+        return count_resources(), peer.ask("resources")
+
+    assert eventually(after, before) == before
+
+
+@pytest.fixture
+def make_rank(peer: DecodePeer, resources_return: None) -> Iterator[MakeRank]:
+    """Start a decode rank; at the end of the test it must hold no slot, chunk or room, and it is closed."""
+    ranks: list[PeerRank] = []
+
+    def make(geometry: Any = GEOMETRY, on: DecodePeer = peer, **config: Any) -> PeerRank:
+        settings = {
+            "slot_bytes": SLOT_BYTES,
+            "slots_per_chunk": 1,
+            "quarantine_s": 0.5,
+            "write_timeout_s": 15,
+            "lease_s": 20,
+            **config,
+        }
+        rank = PeerRank(on, geometry, POOL_PAGES // geometry.page_size, settings)
+        if on is peer:
+            ranks.append(rank)
+        return rank
+
+    yield make
+    for rank in ranks:
+        idle = {"free": rank.handshake.landing_slots, "in_use": 0, "quarantined": 0, "open_chunks": 0}
+        assert eventually(lambda rank=rank: {**rank.state(), "rooms": 0}, {**idle, "rooms": 0}) == {**idle, "rooms": 0}
+        rank.ask("stop_rank")
+
+
+@pytest.fixture
+def make_prefill(engine: Any, tmp_path: Path, resources_return: None) -> Iterator[MakePrefill]:
+    """Start a prefill rank; at the end of the test it must hold no staging slot, and it is closed."""
+    sources: list[PrefillSide] = []
+    numbers = itertools.count()
+
+    def make(geometry: Any = GEOMETRY, **config: Any) -> PrefillSide:
+        settings = {
+            "slot_bytes": SLOT_BYTES,
+            "profile": "native-packed",
+            "budget": 1.0,
+            "min_tokens": 0,
+            "open_timeout_s": 5,
+            "unpack_timeout_s": 10,
+            "write_timeout_s": 15,
+            "quarantine_s": 0.5,
+            **config,
+        }
+        log = tmp_path / f"transfers-{next(numbers)}.jsonl"
+        source = PrefillSide(engine, geometry, POOL_PAGES // geometry.page_size, log, **settings)
+        sources.append(source)
+        return source
+
+    yield make
+    for source in sources:
+        assert eventually(lambda source=source: source.staging()["in_use"], 0) == 0
+        source.rank.close()
+
+
+@pytest.fixture
+def make_raw(make_rank: MakeRank, make_prefill: MakePrefill) -> Iterator[MakeRaw]:
+    """Speak the control protocol by hand to a rank."""
+    raws: list[RawPrefill] = []
+
+    def make(source: PrefillSide, to: PeerRank) -> RawPrefill:
+        raws.append(RawPrefill(source, to))
+        return raws[-1]
+
+    yield make
+    for raw in raws:
+        raw.close()

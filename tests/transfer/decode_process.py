@@ -1,0 +1,196 @@
+"""A decode process for the two-process tests: a real Mooncake engine, synthetic CPU KV pools and real DecodeRanks.
+
+Commands arrive as JSON lines on stdin, answers leave as JSON lines on stdout; the process ends at the end of stdin or
+with its parent. One process serves many ranks, each with a pool, landing slots and a configuration of its own.
+"""
+
+from __future__ import annotations
+
+import base64
+import collections
+import ctypes
+import gc
+import json
+import os
+import signal
+import sys
+import threading
+from typing import Any
+
+import numpy as np
+import torch
+from mooncake.engine import TransferEngine
+from prometheus_client import CollectorRegistry
+
+from spectrumkv_sglang.config import SpectrumKVConfig
+from spectrumkv_sglang.observability.metrics import TransferMetrics
+from spectrumkv_sglang.payload.codec import KVBuffers
+from spectrumkv_sglang.payload.geometry import KVGeometry
+from spectrumkv_sglang.transfer.decode_rank import DecodeRank
+from spectrumkv_sglang.transfer.pool_view import PoolView
+
+HOST = "127.0.0.1"
+UNTOUCHED = 7.0  # what every element of a new pool holds
+MOONCAKE_PORTS = range(15000, 18000)
+PR_SET_PDEATHSIG = 1
+
+
+class ServedRank:
+    """One DecodeRank with its pool."""
+
+    def __init__(self, geometry: KVGeometry, pages: int, config: dict[str, Any], engine: Any) -> None:
+        slots, dtype = pages * geometry.page_size, getattr(torch, geometry.dtype)
+        self.buffers = KVBuffers(
+            *(
+                [torch.full((slots, geometry.kv_heads, dim), UNTOUCHED, dtype=dtype) for _ in range(geometry.layers)]
+                for dim in (geometry.head_dim, geometry.v_head_dim)
+            )
+        )
+        self.registry = CollectorRegistry()
+        self.rank = DecodeRank(
+            view=PoolView(self.buffers, geometry, torch.device("cpu"), slots),
+            config=SpectrumKVConfig(**config),
+            engine=engine,
+            host=HOST,
+            metrics=TransferMetrics("decode", 0, registry=self.registry),
+        )
+        self.held: dict[int, threading.Event] = {}
+
+    def hold_room(self, room: int) -> None:
+        """Keep a room busy, as an unpack that does not end would."""
+        holding, let_go = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with self.rank.rooms.pages(room, 0, 1):
+                holding.set()
+                let_go.wait()
+
+        threading.Thread(target=hold, name="hold-room", daemon=True).start()
+        if not holding.wait(5):
+            raise TimeoutError(f"room {room} is busy")
+        self.held[room] = let_go
+
+
+class DecodeProcess:
+    """The commands."""
+
+    def __init__(self) -> None:
+        self.engine = TransferEngine()
+        if self.engine.initialize(HOST, "P2PHANDSHAKE", "tcp", "") != 0:
+            raise RuntimeError("Mooncake does not start")
+        self.ranks: dict[int, ServedRank] = {}
+
+    def session(self) -> str:
+        return f"{HOST}:{self.engine.get_rpc_port()}"
+
+    def start_rank(self, rank: int, geometry: dict[str, Any], pages: int, config: dict[str, Any]) -> str:
+        served = self.ranks[rank] = ServedRank(KVGeometry(**geometry), pages, config, self.engine)
+        return served.rank.handshake_frame.hex()
+
+    def stop_rank(self, rank: int) -> None:
+        served = self.ranks.pop(rank)
+        for let_go in served.held.values():
+            let_go.set()
+        served.rank.close()
+
+    def open_room(self, rank: int, room: int, pages: list[int]) -> None:
+        self.ranks[rank].rank.open_room(room, pages)
+
+    def close_room(self, rank: int, room: int) -> None:
+        self.ranks[rank].rank.close_room(room)
+
+    def hold_room(self, rank: int, room: int) -> None:
+        self.ranks[rank].hold_room(room)
+
+    def let_room_go(self, rank: int, room: int) -> None:
+        self.ranks[rank].held.pop(room).set()
+
+    def read_pool(self, rank: int) -> dict[str, list[str]]:
+        buffers = self.ranks[rank].buffers
+        return {
+            name: [base64.b64encode(x.view(torch.uint8).numpy().tobytes()).decode() for x in tensors]
+            for name, tensors in (("k", buffers.k), ("v", buffers.v))
+        }
+
+    def flip_byte(self, rank: int, slot: int, offset: int) -> None:
+        """Change one byte of a landing slot, as late bytes of an earlier write would."""
+        region = self.ranks[rank].rank._memory.view(slot, offset + 1)
+        region[offset] ^= 0xFF
+
+    def state(self, rank: int) -> dict[str, int]:
+        served = self.ranks[rank].rank
+        counts = served._pool.counts()
+        return {
+            "free": counts.free,
+            "in_use": counts.in_use,
+            "quarantined": counts.quarantined,
+            "open_chunks": served.server.open_chunks(),
+            "rooms": len(served.rooms),
+        }
+
+    def counters(self, rank: int) -> dict[str, float]:
+        """Failures by cause and rejected control messages by kind that were counted, those at 0 left out."""
+        return counted(self.ranks[rank].registry)
+
+    def resources(self) -> dict[str, int]:
+        gc.collect()
+        return count_resources()
+
+
+def counted(registry: CollectorRegistry) -> dict[str, float]:
+    """Non-zero failure and rejection counters of a registry, by label value."""
+    found = {}
+    for family in registry.collect():
+        for sample in family.samples:
+            label = sample.labels.get("cause") or sample.labels.get("kind")
+            if label and sample.name.endswith("_total") and sample.value:
+                found[label] = sample.value
+    return found
+
+
+def count_resources() -> dict[str, int]:
+    """Threads of this process and open descriptors by kind, without Mooncake's own connections."""
+    kinds: collections.Counter[str] = collections.Counter()
+    mooncake = _mooncake_sockets()
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{descriptor}")
+        except FileNotFoundError:  # the directory's own
+            continue
+        if target not in mooncake:
+            kinds[target.split(":[")[0] if ":[" in target else "file"] += 1
+    return {"threads": len(os.listdir("/proc/self/task")), **kinds}
+
+
+def _mooncake_sockets() -> set[str]:
+    """Link targets of the host's TCP sockets at one of Mooncake's ports: its engine opens and keeps them as it likes."""
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with open(table) as rows:
+            for row in list(rows)[1:]:
+                fields = row.split()
+                ports = [int(address.rpartition(":")[2], 16) for address in fields[1:3]]
+                if any(port in MOONCAKE_PORTS for port in ports):
+                    found.add(f"socket:[{fields[9]}]")
+    return found
+
+
+def main() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever else prints goes to the log
+    torch.set_num_threads(1)
+    process = DecodeProcess()
+    for line in sys.stdin:
+        command = json.loads(line)
+        try:
+            answer = {"answer": getattr(process, command.pop("do"))(**command)}
+        except Exception as error:  # noqa: BLE001 (the test that asked reports it)
+            answer = {"error": repr(error)}
+        answers.write(json.dumps(answer, default=lambda x: x.item() if isinstance(x, np.generic) else repr(x)) + "\n")
+        answers.flush()
+    os._exit(0)  # Mooncake's engine may not end while a peer is stopped
+
+
+if __name__ == "__main__":
+    main()
