@@ -23,7 +23,7 @@ from typing import Any
 from rich.console import Console
 
 from spectrumkv_sglang.errors import SpectrumKVError
-from spectrumkv_sglang.launch.client import Completion, flush_caches, generate
+from spectrumkv_sglang.launch.client import Completion, flush_caches, generate, generate_on_pair
 from spectrumkv_sglang.launch.demo_report import RequestReport, print_report
 from spectrumkv_sglang.launch.model import fetch_model
 from spectrumkv_sglang.launch.netns import (
@@ -67,11 +67,11 @@ PROFILES = (ShownProfile("native-packed", 1.0), ShownProfile("int8", 0.55), Show
 
 @dataclass(frozen=True)
 class ProfilePair:
-    """One profile's prefill server with the router and the transfer log that belong to it."""
+    """One profile's prefill server with its router (None: requests go to the pair directly) and its transfer log."""
 
     profile: str
     prefill: SGLangServer
-    router: Router
+    router: Router | None
     log: TransferLogReader | None
 
 
@@ -93,6 +93,7 @@ class Demo:
         backend: value of ``--disaggregation-transfer-backend``. With SGLang's own ``mooncake`` or ``mooncake_tcp``
             there is one prefill server and no transfer log, so its figures stay empty: a control.
         max_new_tokens: tokens generated for each prompt.
+        direct: send requests to the two servers as a router would, instead of starting routers.
     """
 
     def __init__(
@@ -105,7 +106,9 @@ class Demo:
         device: Device,
         backend: str,
         max_new_tokens: int,
+        direct: bool = False,
     ) -> None:
+        self.direct = direct
         self.console = console
         self.fleet = fleet
         self.namespace = namespace
@@ -130,7 +133,7 @@ class Demo:
         self.fleet.stop([plain])
         reports = self._ask_pairs(pairs, decode, expected)
         if others:
-            self.fleet.stop([pairs[0].router, pairs[0].prefill])
+            self.fleet.stop([server for server in (pairs[0].router, pairs[0].prefill) if server is not None])
             pairs = [self._start_pair(shown, decode) for shown in others]
             self._wait_ready()
             reports += self._ask_pairs(pairs, decode, expected)
@@ -163,6 +166,8 @@ class Demo:
                 "SPECTRUMKV_TRANSFER_LOG": str(path),
             }
         prefill = self._start(Role.PREFILL, f"prefill-{shown.name}", env)
+        if self.direct:
+            return ProfilePair(shown.name, prefill, None, log)
         router = Router(prefill, decode, f"router-{shown.name}", log_dir=_LOG_DIR)
         return ProfilePair(shown.name, prefill, self.fleet.start_router(router), log)
 
@@ -199,7 +204,10 @@ class Demo:
         if pair.log is not None:
             pair.log.skip()
         before = self._loopback_bytes()
-        answer = generate(pair.router, prompt.text, max_new_tokens=self.max_new_tokens)
+        if pair.router is None:
+            answer = generate_on_pair(pair.prefill, decode, prompt.text, max_new_tokens=self.max_new_tokens)
+        else:
+            answer = generate(pair.router, prompt.text, max_new_tokens=self.max_new_tokens)
         crossed = self._loopback_bytes() - before
         transfer = request_transfer(pair.log.next_request()) if pair.log is not None else None
         return RequestReport(prompt.name, pair.profile, plain, answer, crossed, transfer)
@@ -231,7 +239,15 @@ def _servers_namespace(console: Console) -> Iterator[NetworkNamespace | None]:
     yield None
 
 
-def run_demo(console: Console, *, backend: str, max_new_tokens: int, json_path: Path) -> None:
+def run_demo(
+    console: Console,
+    *,
+    backend: str,
+    max_new_tokens: int,
+    json_path: Path,
+    model: Path | None = None,
+    direct: bool = False,
+) -> None:
     """Run the whole demo, print its tables to ``console`` and write ``json_path``.
 
     Raises:
@@ -239,13 +255,20 @@ def run_demo(console: Console, *, backend: str, max_new_tokens: int, json_path: 
     """
     device = detect_device()
     console.print(f"SGLang {installed_version()} on {device.value}, backend {backend}")
-    model = fetch_model(console=console)
+    model = model or fetch_model(console=console)
     shutil.rmtree(_LOG_DIR, ignore_errors=True)
     with ExitStack() as stack:
         namespace = stack.enter_context(_servers_namespace(console))
         fleet = stack.enter_context(Fleet())
         demo = Demo(
-            console, fleet, namespace, model=model, device=device, backend=backend, max_new_tokens=max_new_tokens
+            console,
+            fleet,
+            namespace,
+            model=model,
+            device=device,
+            backend=backend,
+            max_new_tokens=max_new_tokens,
+            direct=direct,
         )
         reports = demo.run()
     print_report(console, reports)
@@ -273,13 +296,22 @@ def main(arguments: list[str] | None = None) -> int:
         help="transfer backend; SGLang's own ones are for comparison (default here: %(default)s)",
     )
     parser.add_argument("--max-new-tokens", type=int, default=32, metavar="N", help="default: %(default)s")
+    parser.add_argument(
+        "--model-path", type=Path, metavar="DIR", help="another model's directory (default: fetch the small one)"
+    )
+    parser.add_argument("--direct", action="store_true", help="send requests to the pair itself, start no router")
     options = parser.parse_args(arguments)
     console = Console()
     if not console.is_terminal:
         console = Console(width=_WIDTH_OF_A_FILE)
     return _exit_status(
         lambda: run_demo(
-            console, backend=options.backend, max_new_tokens=options.max_new_tokens, json_path=options.json
+            console,
+            backend=options.backend,
+            max_new_tokens=options.max_new_tokens,
+            json_path=options.json,
+            model=options.model_path,
+            direct=options.direct,
         )
     )
 

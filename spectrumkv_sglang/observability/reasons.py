@@ -36,7 +36,6 @@ class SlotState(str, Enum):
 class Wait(str, Enum):
     """What a chunk waited for."""
 
-    FORWARD = "forward"
     SLOT = "slot"
     OPEN = "open"
     DONE = "done"

@@ -18,8 +18,8 @@ from spectrumkv_sglang.transfer.pool_view import PoolView
 from spectrumkv_sglang.transfer.unpacking import pool_slots_of_pages
 
 # Size on the wire of one sub-chunk's COMMIT and DONE without tier map, an upper bound (checked by a test).
-SUBCHUNK_MESSAGE_BYTES = 256
-# OPEN, GRANTED and CLOSE of one chunk without the precision table, an upper bound for up to 16 granted slots.
+SUBCHUNK_MESSAGE_BYTES = 320
+# The same of one chunk's OPEN, GRANTED and CLOSE without the precision table.
 CHUNK_MESSAGE_BYTES = 1024
 
 NATIVE_PACKED = "native-packed"

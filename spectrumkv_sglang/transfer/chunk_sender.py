@@ -29,7 +29,17 @@ from spectrumkv_sglang.payload.tier_map import encode_tier_map
 from spectrumkv_sglang.transfer.control_channel import ControlChannel, ControlChannels
 from spectrumkv_sglang.transfer.errors import ChunkFailedError, ControlMessageError, GoNativeError
 from spectrumkv_sglang.transfer.handshake import Handshake
-from spectrumkv_sglang.transfer.messages import Close, Commit, Done, Failed, Granted, Open, Refused, SlotGrant
+from spectrumkv_sglang.transfer.messages import (
+    MOST_GRANTED_SLOTS,
+    Close,
+    Commit,
+    Done,
+    Failed,
+    Granted,
+    Open,
+    Refused,
+    SlotGrant,
+)
 from spectrumkv_sglang.transfer.mooncake_writes import MooncakeWrites, PendingWrite
 from spectrumkv_sglang.transfer.pool_view import PoolView
 from spectrumkv_sglang.transfer.slot_memory import SlotMemory
@@ -147,7 +157,7 @@ class ChunkSender:
     # ---- steps ---------------------------------------------------------------------------------------------------
 
     def _open(self, task: ChunkTask, flight: _InFlight, stats: ChunkStats) -> None:
-        wanted = min(len(task.subchunks), self._config.slots_per_chunk, task.peer.landing_slots)
+        wanted = min(len(task.subchunks), self._config.slots_per_chunk, task.peer.landing_slots, MOST_GRANTED_SLOTS)
         flight.channel.send(
             Open(
                 chunk=flight.chunk,
@@ -170,6 +180,10 @@ class ChunkSender:
         stats.wait_seconds += waited
         self._metrics.wait(Wait.OPEN, waited)
         if isinstance(answer, Granted):
+            largest = max(subchunk.payload_bytes for subchunk in task.subchunks)
+            if answer.slot_bytes < largest:
+                text = f"decode granted slots of {answer.slot_bytes} bytes, payloads take up to {largest}"
+                raise GoNativeError(Reason.CONTROL_ERROR, f"{text}: its handshake is out of date")
             flight.remote.extend(answer.slots)
             flight.addresses.update({grant.slot: grant.address for grant in answer.slots})
             return
@@ -189,7 +203,7 @@ class ChunkSender:
                 # The only granted slots are being written or unpacked: commit, so that they can come back.
                 self._commit(task, flight, stats)
             remote = self._next_remote_slot(flight, stats)
-            staging = self._lend_staging(flight, stats)
+            staging = self._lend_staging(task, flight, stats)
             rows = subchunk.page_count * self._view.geometry.page_size
             tiers = task.tiers[first_row : first_row + rows]
             first_row += rows
@@ -284,9 +298,13 @@ class ChunkSender:
             self._take_answer(flight, stats)
         return flight.remote.popleft()
 
-    def _lend_staging(self, flight: _InFlight, stats: ChunkStats) -> Slot:
+    def _lend_staging(self, task: ChunkTask, flight: _InFlight, stats: ChunkStats) -> Slot:
+        lent = self._staging.lend(1)
+        if not lent:
+            # A worker that waits for a slot must hold none, or all of them wait for each other.
+            self._commit(task, flight, stats)
         started = time.perf_counter()
-        lent = self._staging.lend(1, timeout=self._config.write_timeout_s)
+        lent = lent or self._staging.lend(1, timeout=self._config.write_timeout_s)
         waited = time.perf_counter() - started
         stats.wait_seconds += waited
         self._metrics.wait(Wait.SLOT, waited)
@@ -327,6 +345,8 @@ class ChunkSender:
                 answer = flight.channel.receive(flight.chunk, max(0.0, deadline - time.monotonic()))
             except ControlMessageError as error:
                 raise ChunkFailedError(FailureCause.BAD_MESSAGE, f"decode's answer is unreadable: {error}") from error
+            if isinstance(answer, Failed) and isinstance(failure := _failure(answer, self._metrics), ChunkFailedError):
+                raise failure
             if answer is None:
                 raise ChunkFailedError(
                     FailureCause.COMMIT_TIMEOUT,

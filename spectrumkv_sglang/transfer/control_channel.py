@@ -34,7 +34,11 @@ class ControlChannel:
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         if endpoint.startswith("tcp://["):
             self._socket.setsockopt(zmq.IPV6, 1)
-        self._socket.connect(endpoint)
+        try:
+            self._socket.connect(endpoint)
+        except zmq.ZMQError:
+            self._socket.close()
+            raise
 
     def send(self, message: PrefillMessage) -> None:
         """Queue one message. Raises ChunkFailedError(bad_message) when the socket does not take it in time."""
@@ -63,6 +67,8 @@ class ControlChannel:
             if message.chunk == chunk:
                 return message
             self.stale_messages += 1
+            if time.monotonic() > deadline:  # a peer that floods us must not keep us here
+                return None
 
     def close(self) -> None:
         self._socket.close(linger=0)

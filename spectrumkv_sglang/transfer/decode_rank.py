@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from spectrumkv_sglang.config import SpectrumKVConfig
+from spectrumkv_sglang.errors import SpectrumKVError
 from spectrumkv_sglang.observability.metrics import TransferMetrics
 from spectrumkv_sglang.transfer.handshake import Handshake, encode_handshake
 from spectrumkv_sglang.transfer.landing_server import LandingServer
@@ -15,6 +16,8 @@ from spectrumkv_sglang.transfer.pool_view import PoolView
 from spectrumkv_sglang.transfer.rooms import RoomRegistry
 from spectrumkv_sglang.transfer.slot_memory import SlotMemory
 from spectrumkv_sglang.transfer.slot_pool import SlotPool
+
+_EVERY_ADDRESS = ("0.0.0.0", "::", "*")
 
 
 class DecodeRank:
@@ -25,7 +28,7 @@ class DecodeRank:
         host: address of this rank that prefill ranks can reach.
 
     Raises:
-        SpectrumKVError: the landing region could not be registered.
+        SpectrumKVError: the landing region could not be registered, or ``control_host`` cannot be bound.
     """
 
     def __init__(
@@ -34,16 +37,22 @@ class DecodeRank:
         self.rooms = RoomRegistry()
         self._memory = SlotMemory(engine, config.landing_slots, config.slot_bytes, view.device)
         self._pool = SlotPool(config.landing_slots, config.quarantine_s)
-        self.server = LandingServer(
-            view=view,
-            memory=self._memory,
-            pool=self._pool,
-            rooms=self.rooms,
-            metrics=metrics,
-            bind_host=config.control_host or host,
-            lease_seconds=config.lease_s,
-            slot_wait_seconds=config.slot_wait_s,
-        )
+        bind_host = config.control_host or host
+        try:
+            self.server = LandingServer(
+                view=view,
+                memory=self._memory,
+                pool=self._pool,
+                rooms=self.rooms,
+                metrics=metrics,
+                bind_host=bind_host,
+                advertised_host=host if bind_host in _EVERY_ADDRESS else bind_host,
+                lease_seconds=config.lease_s,
+                slot_wait_seconds=config.slot_wait_s,
+            )
+        except SpectrumKVError:
+            self._memory.close()
+            raise
         geometry = view.geometry
         self.handshake = Handshake(
             control_endpoint=self.server.endpoint,

@@ -50,7 +50,7 @@ def decode_handshake(frame: bytes) -> Handshake:
     body = open_envelope(frame, MAGIC, "handshake")
     try:
         return _decoder.decode(body)
-    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
         raise ControlMessageError(f"handshake of {len(frame)} bytes is malformed: {error}") from error
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 import zmq
 
+from spectrumkv_sglang.errors import SpectrumKVError
 from spectrumkv_sglang.observability.metrics import TransferMetrics
 from spectrumkv_sglang.observability.once import log_once
 from spectrumkv_sglang.observability.reasons import FailureCause, Reason, Rejection
@@ -55,6 +56,7 @@ ChunkKey = tuple[bytes, int]
 @dataclass
 class _OpenChunk:
     open: Open
+    registration: int  # of the room, see RoomRegistry
     table: PrecisionTable
     slots: dict[int, Slot] = field(default_factory=dict)
     unpacking: set[int] = field(default_factory=set)
@@ -83,8 +85,12 @@ class LandingServer:
 
     Args:
         bind_host: address to bind the control socket to; a random port is chosen.
+        advertised_host: address of this host that prefill ranks reach the control socket at.
         lease_seconds: a chunk from which nothing was heard for this long is given up and its slots quarantined.
         slot_wait_seconds: upper bound for how long an OPEN may wait for a free slot.
+
+    Raises:
+        SpectrumKVError: the control socket cannot be bound.
     """
 
     def __init__(
@@ -96,6 +102,7 @@ class LandingServer:
         rooms: RoomRegistry,
         metrics: TransferMetrics,
         bind_host: str,
+        advertised_host: str,
         lease_seconds: float,
         slot_wait_seconds: float,
         clock: Callable[[], float] = time.monotonic,
@@ -108,13 +115,19 @@ class LandingServer:
         self._results: queue.SimpleQueue[_Result] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._context = zmq.Context()
-        host = f"[{bind_host}]" if ":" in bind_host else bind_host
         self._router = self._context.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.LINGER, 0)
         self._router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self._router.setsockopt(zmq.IPV6, int(":" in bind_host))
-        port = self._router.bind_to_random_port(f"tcp://{host}")
-        self.endpoint = f"tcp://{host}:{port}"
+        try:
+            port = self._router.bind_to_random_port(f"tcp://{_in_url(bind_host)}")
+        except zmq.error.ZMQBaseError as error:
+            self._context.destroy(linger=0)
+            raise SpectrumKVError(
+                f"decode's control channel cannot listen on {bind_host!r} ({error}): set control_host "
+                "(SPECTRUMKV_CONTROL_HOST) to an IP address of this host that prefill can reach"
+            ) from error
+        self.endpoint = f"tcp://{_in_url(advertised_host)}:{port}"
         self._wake_receiver = self._context.socket(zmq.PAIR)
         self._wake_receiver.bind("inproc://unpacked")
         self._threads = [
@@ -147,7 +160,8 @@ class LandingServer:
             while (item := self._jobs.get()) is not None:
                 self._results.put(self._unpack(*item))
                 wake.send(b"")
-        wake.close(linger=0)
+        wake.send(b"")  # the control thread is to see at once that the server is stopping
+        wake.close()
 
     def _unpack(self, key: ChunkKey, job: UnpackJob) -> _Result:
         failure: ChunkFailedError | None = None
@@ -217,8 +231,7 @@ class LandingServer:
             return
         try:
             table = PrecisionTable.from_bytes(message.table, self._view.geometry)
-            with self._rooms.pages(message.room, message.page_start, message.page_count):
-                pass
+            registration = self._rooms.registration(message.room, message.page_start, message.page_count)
         except PayloadError as error:
             self._reply(key, Refused(key[1], Reason.CONTROL_ERROR.value, str(error)))
             return
@@ -226,7 +239,7 @@ class LandingServer:
             self._metrics.failure(error.cause)
             self._reply(key, Refused(key[1], error.cause.value, str(error)))
             return
-        chunk = _OpenChunk(message, table, last_seen=self._clock())
+        chunk = _OpenChunk(message, registration, table, last_seen=self._clock())
         if not self._waiting and self._grant(key, chunk):
             return
         if len(self._waiting) >= _MOST_WAITING:
@@ -281,14 +294,12 @@ class LandingServer:
             )
             return
         chunk.unpacking.add(commit.slot)
-        self._jobs.put((key, UnpackJob(commit, chunk.open.room, chunk.table)))
+        self._jobs.put((key, UnpackJob(commit, chunk.open.room, chunk.registration, chunk.table)))
 
     def _drain_results(self) -> None:
-        while True:
-            try:
-                self._wake_receiver.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
+        while self._wake_receiver.poll(0):
+            self._wake_receiver.recv()
+        while not self._results.empty():
             result = self._results.get_nowait()
             chunk = self._chunks.get(result.key)
             if chunk is None:
@@ -360,3 +371,7 @@ class LandingServer:
     def _report_slots(self) -> None:
         counts = self._pool.counts()
         self._metrics.landing_slots(in_use=counts.in_use, free=counts.free, quarantined=counts.quarantined)
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

@@ -18,6 +18,7 @@ from spectrumkv_sglang import sglang_compat
 from spectrumkv_sglang.config import load_config
 from spectrumkv_sglang.errors import SpectrumKVError
 from spectrumkv_sglang.observability.metrics import TransferMetrics
+from spectrumkv_sglang.observability.once import flush_log_once
 from spectrumkv_sglang.observability.reasons import FailureCause, Reason
 from spectrumkv_sglang.transfer.decode_rank import DecodeRank
 from spectrumkv_sglang.transfer.errors import GoNativeError
@@ -140,6 +141,7 @@ class SpectrumKVManager(MooncakeKVManager):  # type: ignore[misc]
 
     def close_spectrumkv(self) -> None:
         """Close this backend's threads, sockets and memory. SGLang's own stay."""
+        flush_log_once()
         SpectrumKVReceiver.handshake_frame = None
         if self.decode_rank is not None:
             self.decode_rank.close()
@@ -214,6 +216,7 @@ class SpectrumKVManager(MooncakeKVManager):  # type: ignore[misc]
             self._spare(session)
             return -1
         start = int(chunk.index_slice.start or 0)
+        events = (self._forward_events.pop((chunk.room, start), None), getattr(chunk, "wait_event", None))
         outgoing = OutgoingChunk(
             room=chunk.room,
             session=session,
@@ -224,7 +227,7 @@ class SpectrumKVManager(MooncakeKVManager):  # type: ignore[misc]
             last_chunk=bool(chunk.is_last_chunk),
             peer=getattr(self.decode_kv_args_table.get(session), "spectrumkv_handshake", None),
             room_is_live=lambda: self.request_status.get(chunk.room) not in (None, sglang_compat.kv_poll_failed()),
-            forward_done=self._forward_events.pop((chunk.room, start), None),
+            forward_done=tuple(event for event in events if event is not None),
         )
         code, peer_suspect = self.prefill_rank.send(outgoing, send_natively, only)
         if code != 0 and not peer_suspect:

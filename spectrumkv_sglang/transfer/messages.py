@@ -20,11 +20,13 @@ from typing import Annotated
 
 import msgspec
 
+from spectrumkv_sglang.payload.precision_table import MAX_TIERS
 from spectrumkv_sglang.transfer.errors import ControlMessageError
 
 MAGIC = b"SKVC"
 PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 4 << 20
+MOST_GRANTED_SLOTS = 16  # a chunk's pipeline keeps no more busy
 _ENVELOPE = struct.Struct("<4sHH")
 
 U32 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
@@ -45,7 +47,7 @@ class Open(_Message, frozen=True):
     page_count: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
     geometry_digest: U64
     table: Annotated[bytes, msgspec.Meta(max_length=1 << 20)]  # PrecisionTable.to_bytes()
-    slots_wanted: Annotated[int, msgspec.Meta(ge=1, le=1024)]
+    slots_wanted: Annotated[int, msgspec.Meta(ge=1, le=MOST_GRANTED_SLOTS)]
     wait_seconds: Annotated[float, msgspec.Meta(ge=0, le=3600)]
 
 
@@ -56,7 +58,7 @@ class SlotGrant(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
 
 class Granted(_Message, frozen=True):
-    slots: Annotated[list[SlotGrant], msgspec.Meta(min_length=1, max_length=1024)]
+    slots: Annotated[list[SlotGrant], msgspec.Meta(min_length=1, max_length=MOST_GRANTED_SLOTS)]
     slot_bytes: U64
 
 
@@ -73,7 +75,7 @@ class Commit(_Message, frozen=True):
     generation: U64
     page_start: U32
     page_count: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
-    rows_per_tier: Annotated[list[U32], msgspec.Meta(min_length=1, max_length=8)]
+    rows_per_tier: Annotated[list[U32], msgspec.Meta(min_length=1, max_length=MAX_TIERS)]
     tier_map: Annotated[bytes, msgspec.Meta(max_length=MAX_MESSAGE_BYTES)]
     length: U64
     checksum: U64
@@ -95,7 +97,7 @@ class Failed(_Message, frozen=True):
 class Close(_Message, frozen=True):
     """Prefill is finished with the chunk; ``failed_slots`` may still receive late bytes and must be quarantined."""
 
-    failed_slots: Annotated[list[U32], msgspec.Meta(max_length=1024)]
+    failed_slots: Annotated[list[U32], msgspec.Meta(max_length=MOST_GRANTED_SLOTS)]
 
 
 PrefillMessage = Open | Commit | Close
@@ -107,8 +109,11 @@ _decode_decoder = msgspec.msgpack.Decoder(DecodeMessage)
 
 
 def encode(message: PrefillMessage | DecodeMessage) -> bytes:
-    """One frame holding ``message``."""
-    return _ENVELOPE.pack(MAGIC, PROTOCOL_VERSION, 0) + _encoder.encode(message)
+    """One frame holding ``message``. Raises ControlMessageError when a number does not fit 64 bits."""
+    try:
+        return seal_envelope(MAGIC, _encoder.encode(message))
+    except OverflowError as error:
+        raise ControlMessageError(f"{type(message).__name__} cannot be sent: {error}") from error
 
 
 def decode_from_prefill(frame: bytes) -> PrefillMessage:
@@ -144,7 +149,7 @@ def open_envelope(frame: bytes, magic: bytes, what: str) -> bytes:
         raise ControlMessageError(f"{what} of {len(frame)} bytes exceeds the limit of {MAX_MESSAGE_BYTES}")
     if len(frame) < _ENVELOPE.size:
         raise ControlMessageError(f"{what} of {len(frame)} bytes is shorter than its {_ENVELOPE.size}-byte envelope")
-    got_magic, version, _ = _ENVELOPE.unpack_from(frame)
+    got_magic, version, reserved = _ENVELOPE.unpack_from(frame)
     if got_magic != magic:
         raise ControlMessageError(f"{what}: expected magic {magic!r}, got {got_magic!r}")
     if version != PROTOCOL_VERSION:
@@ -152,4 +157,6 @@ def open_envelope(frame: bytes, magic: bytes, what: str) -> bytes:
             f"{what}: expected protocol version {PROTOCOL_VERSION}, got {version}; "
             "install the same spectrumkv-sglang version on both sides to transfer tiered payloads"
         )
+    if reserved:
+        raise ControlMessageError(f"{what}: expected zero in the reserved bytes, got {reserved:#06x}")
     return frame[_ENVELOPE.size :]

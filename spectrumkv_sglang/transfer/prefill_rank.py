@@ -46,7 +46,7 @@ class OutgoingChunk:
 
     ``pages`` are prefill's page ids; the chunk covers pages [page_start, page_start + len(pages)) of what decode
     allocated for the room. ``prefix_tokens`` of the prompt lie on decode already. ``room_pages`` is the number of
-    pages that decode allocated. ``forward_done`` is a CUDA event after the forward that writes the pages, or None.
+    pages that decode allocated. ``forward_done`` are CUDA events after the forward that writes the pages.
     """
 
     room: int
@@ -58,7 +58,7 @@ class OutgoingChunk:
     last_chunk: bool
     peer: Handshake | ControlMessageError | None
     room_is_live: Callable[[], bool]
-    forward_done: Any = None
+    forward_done: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -251,8 +251,8 @@ class PrefillRank:
         if stream is None:
             torch.cuda.set_device(view.device)
             stream = self._per_thread.stream = torch.cuda.Stream(view.device)
-        if chunk.forward_done is not None:
-            stream.wait_event(chunk.forward_done)
+        for event in chunk.forward_done:
+            stream.wait_event(event)
         return torch.cuda.stream(stream)
 
     # ---- native --------------------------------------------------------------------------------------------------

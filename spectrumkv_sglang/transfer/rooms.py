@@ -6,6 +6,7 @@ for it, so that no byte lands in a page after SGLang may have given it to anothe
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,8 +19,9 @@ from spectrumkv_sglang.transfer.errors import ChunkFailedError
 
 
 class _Room:
-    def __init__(self, pages: npt.NDArray[np.int64]) -> None:
+    def __init__(self, pages: npt.NDArray[np.int64], registration: int) -> None:
         self.pages = pages
+        self.registration = registration
         self.lock = threading.Lock()
         self.live = True
 
@@ -29,6 +31,7 @@ class RoomRegistry:
 
     def __init__(self) -> None:
         self._rooms: dict[int, _Room] = {}
+        self._registrations = itertools.count(1)
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -39,7 +42,7 @@ class RoomRegistry:
         """Open ``room`` for the given destination pages; a room of the same id that is still open is retired first."""
         self.retire(room)
         with self._lock:
-            self._rooms[room] = _Room(np.array(pages, dtype=np.int64, copy=True))
+            self._rooms[room] = _Room(np.array(pages, dtype=np.int64, copy=True), next(self._registrations))
 
     def retire(self, room: int) -> None:
         """Close ``room``; returns once no unpack for it is running. Unknown rooms are ignored."""
@@ -53,23 +56,45 @@ class RoomRegistry:
         with self._lock:
             return room in self._rooms
 
-    @contextmanager
-    def pages(self, room: int, start: int, count: int) -> Iterator[npt.NDArray[np.int64]]:
-        """Hold ``room`` open and yield its pages [start, start + count).
+    def registration(self, room: int, start: int, count: int) -> int:
+        """Which registration of ``room`` is open, if it has pages [start, start + count). Never waits for an unpack.
 
         Raises:
             ChunkFailedError: cause ``room_gone`` or ``page_range``.
         """
+        entry = self._entry(room)
+        _require_range(room, entry, start, count)
+        return entry.registration
+
+    @contextmanager
+    def pages(self, room: int, registration: int, start: int, count: int) -> Iterator[npt.NDArray[np.int64]]:
+        """Hold ``room`` open and yield its pages [start, start + count).
+
+        Args:
+            registration: what :meth:`registration` said when the chunk was opened: a room id that was closed and
+                opened anew stands for another request with pages of its own.
+
+        Raises:
+            ChunkFailedError: cause ``room_gone`` or ``page_range``.
+        """
+        entry = self._entry(room)
+        with entry.lock:
+            if not entry.live or entry.registration != registration:
+                raise ChunkFailedError(FailureCause.ROOM_GONE, f"room {room} was closed while its payload waited")
+            _require_range(room, entry, start, count)
+            yield entry.pages[start : start + count]
+
+    def _entry(self, room: int) -> _Room:
         with self._lock:
             entry = self._rooms.get(room)
         if entry is None:
             raise ChunkFailedError(FailureCause.ROOM_GONE, f"room {room} is not open on this decode rank")
-        with entry.lock:
-            if not entry.live:
-                raise ChunkFailedError(FailureCause.ROOM_GONE, f"room {room} was closed while its payload waited")
-            if start < 0 or count < 1 or start + count > len(entry.pages):
-                raise ChunkFailedError(
-                    FailureCause.PAGE_RANGE,
-                    f"room {room} has {len(entry.pages)} pages, payload names pages {start}..{start + count - 1}",
-                )
-            yield entry.pages[start : start + count]
+        return entry
+
+
+def _require_range(room: int, entry: _Room, start: int, count: int) -> None:
+    if start < 0 or count < 1 or start + count > len(entry.pages):
+        raise ChunkFailedError(
+            FailureCause.PAGE_RANGE,
+            f"room {room} has {len(entry.pages)} pages, payload names pages {start}..{start + count - 1}",
+        )

@@ -51,7 +51,10 @@ class SlotPool:
         self._available = threading.Condition()
 
     def lend(self, wanted: int, timeout: float = 0.0) -> list[Slot]:
-        """Lend up to ``wanted`` slots; waits up to ``timeout`` seconds for the first one. May return an empty list."""
+        """Lend up to ``wanted`` slots; waits up to ``timeout`` seconds for the first one. May return an empty list.
+
+        Returns early when all slots rest in quarantine until after ``timeout``: nobody can give one back.
+        """
         deadline = self._clock() + timeout
         with self._available:
             while True:
@@ -59,7 +62,7 @@ class SlotPool:
                 if self._free:
                     break
                 remaining = deadline - self._clock()
-                if remaining <= 0:
+                if remaining <= 0 or (not self._lent and self._quarantine[0][0] > deadline):
                     return []
                 self._available.wait(min(remaining, 0.05))
             lent = []

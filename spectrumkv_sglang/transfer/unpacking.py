@@ -29,6 +29,7 @@ class UnpackJob:
 
     commit: Commit
     room: int
+    registration: int  # of the room, see RoomRegistry
     table: PrecisionTable
 
 
@@ -81,7 +82,7 @@ def unpack_commit(job: UnpackJob, view: PoolView, memory: SlotMemory, rooms: Roo
         )
     except PayloadError as error:
         raise ChunkFailedError(FailureCause.STALE_GENERATION, str(error)) from error
-    with rooms.pages(job.room, commit.page_start, commit.page_count) as pages:
+    with rooms.pages(job.room, job.registration, commit.page_start, commit.page_count) as pages:
         slots = pool_slots_of_pages(pages, geometry.page_size)
         if int(slots.max()) >= view.pool_slots or int(slots.min()) < 0:
             raise ChunkFailedError(FailureCause.PAGE_RANGE, f"room {job.room} has pages outside the KV pool")

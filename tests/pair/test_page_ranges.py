@@ -9,6 +9,8 @@ from spectrumkv_sglang.launch.prompts import LONG_PROMPTS
 from spectrumkv_sglang.launch.transfer_log_reader import request_transfer
 
 PAGED = ("--page-size", "16")
+# SGLang allocates long pages with a Triton kernel, which without a GPU runs only in Triton's interpreter.
+INTERPRETED = {"TRITON_INTERPRET": "1"}
 PROMPT = LONG_PROMPTS[0].text
 FOLLOW_UP = " Her name was Ida Marren. She measured the depth from a rowing boat. The first harbour master was"
 GO_ON = {"ignore_eos": True}
@@ -16,8 +18,10 @@ GO_ON = {"ignore_eos": True}
 
 def test_chunked_prefill_with_partial_last_page_and_decode_radix_cache(cluster: PairCluster) -> None:
     """A prompt longer than the prefill chunk, twice: the second time decode holds its prefix already."""
-    prefill = cluster.prefill(profile="native-packed", extra_args=(*PAGED, "--chunked-prefill-size", "256"))
-    decode = cluster.decode(extra_args=(*PAGED, "--disaggregation-decode-enable-radix-cache"))
+    prefill = cluster.prefill(
+        profile="native-packed", extra_args=(*PAGED, "--chunked-prefill-size", "256"), env=INTERPRETED
+    )
+    decode = cluster.decode(extra_args=(*PAGED, "--disaggregation-decode-enable-radix-cache"), env=INTERPRETED)
     plain = cluster.plain()
     cluster.wait_ready(prefill, decode)
     log = cluster.transfers(prefill)

@@ -61,7 +61,8 @@ class ServedRank:
         holding, let_go = threading.Event(), threading.Event()
 
         def hold() -> None:
-            with self.rank.rooms.pages(room, 0, 1):
+            rooms = self.rank.rooms
+            with rooms.pages(room, rooms.registration(room, 0, 1), 0, 1):
                 holding.set()
                 let_go.wait()
 

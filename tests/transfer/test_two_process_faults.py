@@ -255,7 +255,7 @@ def test_a_payload_whose_prologue_is_anothers_is_refused(
     raw, pages = make_raw(source, rank), source.some_pages(8)
     rank.open_room(1, len(pages))
     [grant] = raw.grants(1, len(pages))
-    answer = raw.ask(raw.land(grant, 1, pages, **wrong))
+    answer = raw.ask(raw.land(grant, 1, pages, prologue=wrong))
     assert isinstance(answer, Failed)
     assert answer.code == "stale_generation"
     assert next(iter(wrong)) in answer.message
@@ -277,7 +277,7 @@ def test_a_rejected_payload_of_a_room_that_is_gone_does_not_go_native(
     def break_first_then_close(number: int) -> None:
         if number == 0:
             rank.ask("flip_byte", slot=0, offset=5000)
-        else:
+        elif number == 1:
             eventually(rank.counters, {"checksum_mismatch": 1})
             rank.ask("close_room", room=1)
 
@@ -469,7 +469,7 @@ def test_a_peer_killed_mid_write_is_suspect_and_its_successor_works(
     make_rank: MakeRank, make_prefill: MakePrefill, doomed: DecodePeer
 ) -> None:
     rank = make_rank(on=doomed, slot_bytes=SMALL_SLOT)
-    source = make_prefill(slot_bytes=SMALL_SLOT, slots_per_chunk=4, unpack_timeout_s=5, quarantine_s=1.5)
+    source = make_prefill(slot_bytes=SMALL_SLOT, open_timeout_s=1, slot_wait_s=0, unpack_timeout_s=5, quarantine_s=1.5)
     next_room(rank, source)
     pages = source.some_pages(380)
     rank.open_room(1, len(pages))

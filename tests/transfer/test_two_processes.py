@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from dataclasses import replace
 
 import pytest
 import torch
 from conftest import MakePrefill, MakeRank, MakeRaw
-from two_ranks import GEOMETRY, Outcome, PrefillSide, assert_arrived, eventually
+from two_ranks import GEOMETRY, Outcome, PeerRank, PrefillSide, assert_arrived, eventually
 
-from spectrumkv_sglang.transfer.messages import Close, Done
-from spectrumkv_sglang.transfer.slot_pool import Slot
+from spectrumkv_sglang.payload.geometry import KVGeometry
+from spectrumkv_sglang.transfer.messages import Close, Done, encode
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -22,7 +23,7 @@ SMALL_SLOT = 64 * 1024
 @pytest.mark.parametrize("geometry", [GEOMETRY, PAGED_BFLOAT16], ids=["page1-float32", "page16-bfloat16"])
 @pytest.mark.parametrize("slots_per_chunk", [1, 2, 4])
 def test_native_packed_is_bit_exact_with_more_subchunks_than_slots(
-    make_rank: MakeRank, make_prefill: MakePrefill, geometry: object, slots_per_chunk: int
+    make_rank: MakeRank, make_prefill: MakePrefill, geometry: KVGeometry, slots_per_chunk: int
 ) -> None:
     rank = make_rank(geometry, slot_bytes=SMALL_SLOT)
     source = make_prefill(geometry, slot_bytes=SMALL_SLOT, slots_per_chunk=slots_per_chunk)
@@ -43,7 +44,7 @@ def test_native_packed_is_bit_exact_with_more_subchunks_than_slots(
 @pytest.mark.parametrize("geometry", [GEOMETRY, PAGED_BFLOAT16], ids=["page1-float32", "page16-bfloat16"])
 @pytest.mark.parametrize(("profile", "budget"), [("int8", 0.6), ("spectrum", 0.55), ("spectrum", 0.4)])
 def test_lossy_profiles_stay_within_error_and_budget(
-    make_rank: MakeRank, make_prefill: MakePrefill, geometry: object, profile: str, budget: float
+    make_rank: MakeRank, make_prefill: MakePrefill, geometry: KVGeometry, profile: str, budget: float
 ) -> None:
     rank = make_rank(geometry)
     source = make_prefill(geometry, profile=profile, budget=budget)
@@ -77,13 +78,21 @@ def test_chunks_of_a_room_fill_their_own_pages(make_rank: MakeRank, make_prefill
     assert_arrived(source, pages, rank, room_pages)
 
 
-def send_together(sources: list[PrefillSide], rank: object, rooms: list[int], pages: list[int]) -> list[Outcome]:
+def send_together(source: PrefillSide, rank: PeerRank, rooms: list[int], pages: list[int]) -> list[Outcome]:
+    """Send the same pages to two rooms from a thread each, both with a write on the way before either goes on."""
     outcomes: dict[int, Outcome] = {}
+    both_write = threading.Barrier(len(rooms))
 
-    def send(source: PrefillSide, room: int) -> None:
-        outcomes[room] = source.send(rank, room, pages)  # type: ignore[arg-type]
+    def wait_for_the_other(number: int) -> None:
+        if number < len(rooms):
+            with contextlib.suppress(threading.BrokenBarrierError):
+                both_write.wait(2)
 
-    threads = [threading.Thread(target=send, args=(source, room)) for source, room in zip(sources, rooms, strict=True)]
+    def send(room: int) -> None:
+        outcomes[room] = source.send(rank, room, pages)
+
+    source.engine.on_submitted = wait_for_the_other
+    threads = [threading.Thread(target=send, args=(room,)) for room in rooms]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -109,7 +118,7 @@ def test_concurrent_senders_share_slots_without_blocking_each_other(
     for room, own in zip(rooms, (room_pages[::2], room_pages[1::2]), strict=True):
         rank.ask("open_room", room=room, pages=own)
 
-    outcomes = send_together([source, source], rank, rooms, pages)
+    outcomes = send_together(source, rank, rooms, pages)
 
     assert [outcome.reason for outcome in outcomes] == ["tiered", "tiered"]
     assert max(outcome.seconds for outcome in outcomes) < 15
@@ -134,23 +143,16 @@ def test_every_use_of_a_slot_has_a_higher_generation(
     rank, source = make_rank(landing_slots=1), make_prefill()
     raw, pages = make_raw(source, rank), source.some_pages(8)
     rank.open_room(5, len(pages))
-    seen = []
+    generations: list[int] = []
     for chunk in range(1, 4):
         [grant] = raw.grants(5, len(pages), chunk)
         done = raw.ask(raw.land(grant, 5, pages, chunk))
         assert isinstance(done, Done)
         assert done.slot == grant.slot
-        seen += [Slot(0, grant.generation), Slot(0, done.generation)]
-        raw.send_frames(*[raw_close(chunk)])
+        generations += [grant.generation, done.generation]
+        raw.send_frames(encode(Close(chunk, [])))
         assert eventually(lambda: rank.state()["free"], 1) == 1
-    generations = [slot.generation for slot in seen]
     assert generations == sorted(set(generations))
-
-
-def raw_close(chunk: int) -> bytes:
-    from spectrumkv_sglang.transfer.messages import encode
-
-    return encode(Close(chunk, []))
 
 
 def test_a_waiting_chunk_gets_the_slot_that_another_gives_back(
@@ -164,7 +166,7 @@ def test_a_waiting_chunk_gets_the_slot_that_another_gives_back(
     thread = threading.Thread(target=lambda: outcomes.append(source.send(rank, 6, pages)))
     thread.start()
     assert eventually(lambda: rank.state()["open_chunks"], 2) == 2
-    raw.send_frames(raw_close(1))
+    raw.send_frames(encode(Close(1, [])))
     thread.join(30)
     assert [outcome.code for outcome in outcomes] == [0]
     assert not outcomes[0].went_native
@@ -179,18 +181,10 @@ def test_a_room_being_unpacked_delays_no_grant(
     rank.open_room(7, len(pages))
     rank.ask("hold_room", room=7)
     try:
-        raw.send_frames(*[encode_open(raw, 7, len(pages))])
-        assert raw._socket.poll(5000)
-        raw.receive()
+        raw.grants(7, len(pages))
     finally:
         rank.ask("let_room_go", room=7)
-    raw.send_frames(raw_close(1))
-
-
-def encode_open(raw: object, room: int, pages: int) -> bytes:
-    from spectrumkv_sglang.transfer.messages import encode
-
-    return encode(raw.opening(room, pages))  # type: ignore[attr-defined]
+    raw.send_frames(encode(Close(1, [])))
 
 
 def test_the_payload_holds_what_was_in_the_pool_at_send_time(make_rank: MakeRank, make_prefill: MakePrefill) -> None:

@@ -99,7 +99,15 @@ class DecodePeer:
         return answer["answer"]
 
     def stop(self) -> None:
+        """Stop the process; returns once every thread of it stands still."""
         self._process.send_signal(signal.SIGSTOP)
+        tasks = Path(f"/proc/{self._process.pid}/task")
+
+        def running() -> list[str]:
+            states = {task.name: (task / "stat").read_text().rpartition(")")[2].split()[0] for task in tasks.iterdir()}
+            return [name for name, state in states.items() if state != "T"]
+
+        assert eventually(running, []) == []
 
     def resume(self) -> None:
         self._process.send_signal(signal.SIGCONT)
@@ -344,8 +352,8 @@ class RawPrefill:
         assert isinstance(answer, Granted), answer
         return answer.slots
 
-    def land(self, grant: SlotGrant, room: int, pages: Pages, chunk: int = 1, **prologue: Any) -> Commit:
-        """Write the payload of ``pages`` into a granted slot; returns the COMMIT that fits it."""
+    def land(self, grant: SlotGrant, room: int, pages: Pages, chunk: int = 1, prologue: dict[str, Any] | None = None) -> Commit:
+        """Write the payload of ``pages`` into a granted slot; returns the COMMIT that fits it but for ``prologue``."""
         geometry = self.source.geometry
         rows = len(pages) * geometry.page_size
         tiers = np.zeros(rows, dtype=np.uint8)
@@ -362,7 +370,7 @@ class RawPrefill:
             "geometry_digest": geometry.digest(),
             "table_digest": self.table.digest(),
         }
-        write_prologue(payload, Prologue(**{**fields, **prologue}))
+        write_prologue(payload, Prologue(**{**fields, **(prologue or {})}))
         code = self.source.engine.transfer_sync_write(
             self.to.peer.session, self._memory.address(0), grant.address, layout.total_bytes
         )
@@ -385,7 +393,7 @@ def eventually(check: Callable[[], Any], wanted: Any, seconds: float = 10.0) -> 
     """Poll ``check`` until it gives ``wanted``; returns what it gave last."""
     deadline = time.monotonic() + seconds
     while (got := check()) != wanted and time.monotonic() < deadline:
-        time.sleep(0.05)
+        time.sleep(0.02)
     return got
 
 
