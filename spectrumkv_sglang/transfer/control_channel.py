@@ -106,5 +106,3 @@ class ControlChannels:
     def close(self) -> None:
         while self._channels:
             self._channels.popitem()[1].close()
-
-

@@ -42,6 +42,7 @@ _decoder = msgspec.msgpack.Decoder(Handshake)
 
 
 def encode_handshake(handshake: Handshake) -> bytes:
+    """The frame that carries ``handshake``."""
     return seal_envelope(MAGIC, _encoder.encode(handshake))
 
 

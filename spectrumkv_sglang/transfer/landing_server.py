@@ -183,7 +183,7 @@ class LandingServer:
         poller.register(self._wake_receiver, zmq.POLLIN)
         while not self._stopping.is_set():
             pause = _WAITING_POLL_SECONDS if self._waiting else _IDLE_POLL_SECONDS
-            ready = dict(poller.poll(pause * 1000))
+            ready = dict(poller.poll(int(pause * 1000)))
             try:
                 if self._wake_receiver in ready:
                     self._drain_results()

@@ -52,18 +52,24 @@ class Open(_Message, frozen=True):
 
 
 class SlotGrant(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One landing slot lent to a chunk: where to write, and under which generation."""
+
     slot: U32
     generation: U64
     address: U64
 
 
 class Granted(_Message, frozen=True):
+    """Decode lends landing slots."""
+
     slots: Annotated[list[SlotGrant], msgspec.Meta(min_length=1, max_length=MOST_GRANTED_SLOTS)]
     slot_bytes: U64
 
 
 class Refused(_Message, frozen=True):
-    code: Text  # value of RefusalCode
+    """Decode lends no slot: a reason to go native, or a cause that ends the room."""
+
+    code: Text  # value of Reason or FailureCause
     message: Text
 
 
@@ -82,6 +88,8 @@ class Commit(_Message, frozen=True):
 
 
 class Done(_Message, frozen=True):
+    """The payload has been unpacked into the room's pages."""
+
     sequence: U32
     slot: U32
     generation: U64  # the slot stays granted to this chunk, under this new generation
@@ -89,6 +97,8 @@ class Done(_Message, frozen=True):
 
 
 class Failed(_Message, frozen=True):
+    """The payload was refused and nothing was written to any page."""
+
     sequence: U32
     code: Text  # value of FailureCause
     message: Text

@@ -19,6 +19,11 @@ from spectrumkv_sglang.transfer.errors import GoNativeError
 _DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
+def _is_exactly(instance: Any, cls: type) -> bool:
+    """Whether ``instance`` is of ``cls`` itself: a subclass may have another layout."""
+    return type(instance) is cls
+
+
 @dataclass(frozen=True)
 class PoolView:
     """Tensors and geometry of a tierable pool.
@@ -47,12 +52,13 @@ def view_pool(pool: Any, draft_pool: Any, kv_args: Any, *, is_mla: bool, plain_p
     """
     if is_mla or getattr(kv_args, "is_hybrid_mla_backend", False):
         raise GoNativeError(Reason.MLA, "MLA latent KV has one shared head and is transferred natively")
-    if draft_pool is not None or getattr(kv_args, "num_draft_entries", 0):
+    draft_entries: int = getattr(kv_args, "num_draft_entries", 0)  # absent in 0.5.16
+    if draft_pool is not None or draft_entries:
         raise GoNativeError(Reason.DRAFT_KV, "a speculative draft model's KV shares the pointer list")
     if getattr(kv_args, "state_types", None):
         names = ", ".join(str(getattr(kind, "value", kind)) for kind in kv_args.state_types)
         raise GoNativeError(Reason.HYBRID_STATE, f"the model keeps state besides plain KV ({names})")
-    if type(pool) is not plain_pool_type:
+    if not _is_exactly(pool, plain_pool_type):
         raise GoNativeError(Reason.UNSUPPORTED_POOL, f"KV pool type {type(pool).__name__} has a layout of its own")
     k_buffers, v_buffers = list(pool.k_buffer), list(pool.v_buffer)
     dtype = k_buffers[0].dtype

@@ -25,6 +25,8 @@ class RegistrationEngine(Protocol):
 
 
 class Placement(str, Enum):
+    """Kind of memory that slots lie in."""
+
     host = "host"
     pinned = "pinned"
     device = "device"

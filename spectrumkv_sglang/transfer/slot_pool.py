@@ -25,6 +25,8 @@ class Slot:
 
 @dataclass(frozen=True)
 class SlotCounts:
+    """How many slots are in each state."""
+
     free: int
     in_use: int
     quarantined: int
@@ -65,7 +67,7 @@ class SlotPool:
                 if remaining <= 0 or (not self._lent and self._quarantine[0][0] > deadline):
                     return []
                 self._available.wait(min(remaining, 0.05))
-            lent = []
+            lent: list[Slot] = []
             while self._free and len(lent) < wanted:
                 index = self._free.popleft()
                 self._lent[index] = self._generations[index]

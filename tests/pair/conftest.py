@@ -1,11 +1,7 @@
-"""Fixtures of the end-to-end tests: a session-wide cluster of real SGLang servers.
-
-``SPECTRUMKV_TEST_SGLANG=<version>`` runs the servers on another SGLang release (see ``make test-versions``).
-"""
+"""Fixtures of the end-to-end tests: a session-wide cluster of real SGLang servers."""
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,8 +21,8 @@ TIMEOUT_SECONDS = 900
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker of the tests that `make test-versions` repeats on every SGLang release."""
-    config.addinivalue_line("markers", "versions: repeated on every supported SGLang release")
+    """Register the marker of the tests that `make test-versions` runs."""
+    config.addinivalue_line("markers", "versions: the real pair on every supported SGLang release")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -51,7 +47,6 @@ def cluster(model: Path) -> Iterator[PairCluster]:
         model=model,
         log_dir=BUILD_DIR / "logs" / "tests",
         build_dir=BUILD_DIR,
-        sglang=os.environ.get("SPECTRUMKV_TEST_SGLANG") or None,
     )
     try:
         yield cluster

@@ -40,14 +40,12 @@ class PairCluster:
         model: the model's directory.
         log_dir: where the servers write their logs.
         build_dir: where other SGLang releases are unpacked.
-        sglang: release of every server that does not name its own; None for the installed one.
     """
 
-    def __init__(self, *, model: Path, log_dir: Path, build_dir: Path, sglang: str | None = None) -> None:
+    def __init__(self, *, model: Path, log_dir: Path, build_dir: Path) -> None:
         self.model = model
         self.log_dir = log_dir
         self.build_dir = build_dir
-        self.sglang = sglang
         self._servers: OrderedDict[_Wanted, SGLangServer] = OrderedDict()
         self._routers: dict[tuple[str, str], Router] = {}
         self._logs: dict[str, TransferLogReader] = {}
@@ -191,7 +189,7 @@ class PairCluster:
     def _server(
         self, role: Role, backend: str, extra_args: Sequence[str], env: Mapping[str, str], sglang: str | None
     ) -> SGLangServer:
-        wanted = _Wanted(role, backend, tuple(extra_args), tuple(sorted(env.items())), sglang or self.sglang)
+        wanted = _Wanted(role, backend, tuple(extra_args), tuple(sorted(env.items())), sglang)
         server = self._servers.get(wanted)
         if server is not None and not server.alive:
             self.stop(server)

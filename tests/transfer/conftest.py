@@ -13,19 +13,12 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))  # tests say `from two_ranks import PeerRank`
+sys.path.insert(0, str(HERE))  # tests say `from decode_peer import PeerRank`
 
+from decode_peer import GEOMETRY, MOONCAKE_ENVIRONMENT, SLOT_BYTES, DecodePeer, PeerRank, eventually  # noqa: E402
 from decode_process import HOST, count_resources  # noqa: E402
-from two_ranks import (  # noqa: E402
-    GEOMETRY,
-    MOONCAKE_ENVIRONMENT,
-    SLOT_BYTES,
-    DecodePeer,
-    PeerRank,
-    PrefillSide,
-    RawPrefill,
-    eventually,
-)
+from prefill_side import PrefillSide  # noqa: E402
+from raw_prefill import RawPrefill  # noqa: E402
 
 POOL_PAGES = 400
 MakeRank = Callable[..., PeerRank]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import collections
 import ctypes
+import faulthandler
 import gc
 import json
 import os
@@ -33,6 +34,7 @@ HOST = "127.0.0.1"
 UNTOUCHED = 7.0  # what every element of a new pool holds
 MOONCAKE_PORTS = range(15000, 18000)
 PR_SET_PDEATHSIG = 1
+SLOW_COMMAND_SECONDS = 8
 
 
 class ServedRank:
@@ -40,12 +42,11 @@ class ServedRank:
 
     def __init__(self, geometry: KVGeometry, pages: int, config: dict[str, Any], engine: Any) -> None:
         slots, dtype = pages * geometry.page_size, getattr(torch, geometry.dtype)
-        self.buffers = KVBuffers(
-            *(
-                [torch.full((slots, geometry.kv_heads, dim), UNTOUCHED, dtype=dtype) for _ in range(geometry.layers)]
-                for dim in (geometry.head_dim, geometry.v_head_dim)
-            )
-        )
+
+        def pool(dim: int) -> list[torch.Tensor]:
+            return [torch.full((slots, geometry.kv_heads, dim), UNTOUCHED, dtype=dtype) for _ in range(geometry.layers)]
+
+        self.buffers = KVBuffers(pool(geometry.head_dim), pool(geometry.v_head_dim))
         self.registry = CollectorRegistry()
         self.rank = DecodeRank(
             view=PoolView(self.buffers, geometry, torch.device("cpu"), slots),
@@ -93,6 +94,9 @@ class DecodeProcess:
         for let_go in served.held.values():
             let_go.set()
         served.rank.close()
+        left = [thread.name for thread in served.rank.server._threads if thread.is_alive()]
+        if left:
+            raise RuntimeError(f"threads outlived the rank: {left}")
 
     def open_room(self, rank: int, room: int, pages: list[int]) -> None:
         self.ranks[rank].rank.open_room(room, pages)
@@ -164,7 +168,7 @@ def count_resources() -> dict[str, int]:
 
 
 def _mooncake_sockets() -> set[str]:
-    """Link targets of the host's TCP sockets at one of Mooncake's ports: its engine opens and keeps them as it likes."""
+    """Link targets of the host's TCP sockets at Mooncake's ports: its engine opens and keeps them as it likes."""
     found = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with open(table) as rows:
@@ -184,12 +188,14 @@ def main() -> None:
     process = DecodeProcess()
     for line in sys.stdin:
         command = json.loads(line)
+        faulthandler.dump_traceback_later(SLOW_COMMAND_SECONDS)  # a command that hangs says where in the log
         try:
             answer = {"answer": getattr(process, command.pop("do"))(**command)}
         except Exception as error:  # noqa: BLE001 (the test that asked reports it)
             answer = {"error": repr(error)}
         answers.write(json.dumps(answer, default=lambda x: x.item() if isinstance(x, np.generic) else repr(x)) + "\n")
         answers.flush()
+        faulthandler.cancel_dump_traceback_later()
     os._exit(0)  # Mooncake's engine may not end while a peer is stopped
 
 

@@ -1,60 +1,26 @@
-"""Faults between two processes: each ends in a counted error within its time, leaks nothing and spares the next room.
-
-Every test checks through its fixtures that slots, chunks, threads and sockets of both processes return; the
-``next_room`` at its end shows that the same two ranks go on.
-"""
+"""What decode refuses between two processes: claims, bytes and garbage. The next room is unaffected, nothing leaks."""
 
 from __future__ import annotations
 
-import itertools
 import random
 import socket
-import time
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import msgspec
 import pytest
+import zmq
 from conftest import MakePrefill, MakeRank, MakeRaw
-from two_ranks import (
-    GEOMETRY,
-    SLOT_BYTES,
-    DecodePeer,
-    PeerRank,
-    PrefillSide,
-    assert_arrived,
-    eventually,
-)
+from decode_peer import GEOMETRY, SLOT_BYTES, eventually
+from prefill_side import assert_arrived, idle, next_room
 
 from spectrumkv_sglang.transfer.messages import MAX_MESSAGE_BYTES, Close, Done, Failed, Granted, Refused, encode
 
 pytestmark = pytest.mark.timeout(90)
 
 SMALL_SLOT = 64 * 1024
-ALL_SLOTS = 8
-_rooms = itertools.count(1000)
-
-
-def next_room(rank: PeerRank, source: PrefillSide) -> None:
-    """A fresh room between the same two ranks goes through, tiered and bit-exact, and soon."""
-    room, pages = next(_rooms), source.some_pages(60)
-    room_pages = rank.open_room(room, len(pages))
-    outcome = source.send(rank, room, pages)
-    assert (outcome.code, outcome.reason, outcome.failures) == (0, "tiered", {})
-    assert outcome.seconds < 10
-    assert_arrived(source, pages, rank, room_pages)
-    rank.ask("close_room", room=room)
-
-
-def idle(rank: PeerRank) -> bool:
-    """Whether the rank holds no chunk, and no slot is lent or in quarantine, at once or very soon."""
-    wanted = {"free": rank.handshake.landing_slots, "in_use": 0, "quarantined": 0, "open_chunks": 0}
-    return eventually(lambda: {name: rank.state()[name] for name in wanted}, wanted, 5) == wanted
-
-
-# ---- what decode refuses ---------------------------------------------------------------------------------------------
 
 
 def test_an_unknown_room_fails(make_rank: MakeRank, make_prefill: MakePrefill) -> None:
@@ -130,9 +96,7 @@ def test_a_room_that_was_opened_anew_takes_no_payload_of_its_former_self(
     next_room(rank, source)
 
 
-def test_another_geometry_digest_is_refused(
-    make_rank: MakeRank, make_prefill: MakePrefill, make_raw: MakeRaw
-) -> None:
+def test_another_geometry_digest_is_refused(make_rank: MakeRank, make_prefill: MakePrefill, make_raw: MakeRaw) -> None:
     rank, source = make_rank(), make_prefill()
     raw = make_raw(source, rank)
     rank.open_room(1, 4)
@@ -333,16 +297,12 @@ def test_a_message_beyond_the_limit_only_costs_its_sender_the_connection(
 
 def test_answers_that_cannot_be_read_or_were_not_asked_for(make_prefill: MakePrefill, make_rank: MakeRank) -> None:
     """A decode that answers OPEN with garbage, or with a message for another moment: the chunk goes native."""
-    import threading
-
-    import zmq
-
     rank, source = make_rank(), make_prefill(open_timeout_s=2, slot_wait_s=0)
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)
     port = router.bind_to_random_port("tcp://127.0.0.1")
     liar = msgspec.structs.replace(rank.handshake, control_endpoint=f"tcp://127.0.0.1:{port}")
-    answers = [
+    answers: list[Callable[[int], bytes]] = [
         lambda chunk: b"SKVC garbage",
         lambda chunk: encode(Done(chunk, 0, 0, 1, 0.0)),
         lambda chunk: encode(Refused(chunk, "a code of the future", "?")),
@@ -381,211 +341,3 @@ def test_a_grant_of_smaller_slots_than_promised_is_not_used(make_prefill: MakePr
     assert source.engine.writes == []
     assert idle(small)
     next_room(small, source)
-
-
-# ---- peers that hang, die or vanish ----------------------------------------------------------------------------------
-
-
-def test_a_stopped_peer_costs_no_more_than_the_open_timeout(
-    make_rank: MakeRank, make_prefill: MakePrefill, peer: DecodePeer
-) -> None:
-    rank, source = make_rank(), make_prefill(open_timeout_s=0.5, slot_wait_s=0.1)
-    rank.open_room(1, 10)
-    next_room(rank, source)  # once over a connection that stands, once over a new one
-    peer.stop()
-    try:
-        for _ in range(2):
-            outcome = source.send(rank, 1, source.some_pages(10))
-            assert (outcome.code, outcome.went_native, outcome.reason) == (0, True, "open_timeout")
-            assert 0.6 <= outcome.seconds < 3
-    finally:
-        peer.resume()
-    assert idle(rank)
-    next_room(rank, source)
-
-
-def test_an_unanswered_commit_times_out(make_rank: MakeRank, make_prefill: MakePrefill, peer: DecodePeer) -> None:
-    rank, source = make_rank(), make_prefill(unpack_timeout_s=0.5)
-    rank.open_room(1, 10)
-    source.engine.on_written = lambda number: peer.stop()
-    try:
-        outcome = source.send(rank, 1, source.some_pages(10))
-    finally:
-        peer.resume()
-    assert (outcome.code, outcome.peer_suspect, outcome.went_native) == (-1, False, False)
-    assert outcome.failures == {"commit_timeout": 1}
-    assert 0.5 <= outcome.seconds < 5
-    source.engine.on_written = lambda number: None
-    assert idle(rank)
-    next_room(rank, make_prefill())
-
-
-def test_an_unpack_that_hangs_keeps_its_slot_until_it_ends(make_rank: MakeRank, make_prefill: MakePrefill) -> None:
-    rank, source = make_rank(), make_prefill(unpack_timeout_s=0.5)
-    rank.open_room(1, 10)
-    rank.ask("hold_room", room=1)
-    try:
-        outcome = source.send(rank, 1, source.some_pages(10))
-        assert (outcome.code, outcome.failures) == (-1, {"commit_timeout": 1})
-        assert eventually(lambda: rank.state()["in_use"], 1) == 1
-        time.sleep(0.2)
-        assert rank.state()["in_use"] == 1
-    finally:
-        rank.ask("let_room_go", room=1)
-    assert idle(rank)
-    next_room(rank, make_prefill())
-
-
-def test_closing_a_room_stops_what_waits_to_be_unpacked(
-    make_rank: MakeRank, make_prefill: MakePrefill, make_raw: MakeRaw
-) -> None:
-    rank, source = make_rank(), make_prefill()
-    raw, pages = make_raw(source, rank), source.some_pages(8)
-    rank.open_room(1, len(pages))
-    rank.open_room(2, 1)
-    [grant] = raw.grants(1, len(pages))
-    commit = raw.land(grant, 1, pages)
-    rank.ask("hold_room", room=1)
-    try:
-        raw.send_frames(encode(commit))
-        time.sleep(0.2)  # the unpack waits for the room
-        raw.send_frames(encode(Close(1, [])))
-    finally:
-        rank.ask("let_room_go", room=1)
-    assert isinstance(raw.receive(), Done)
-    rank.ask("close_room", room=1)
-    assert idle(rank)
-
-
-@pytest.fixture
-def doomed(tmp_path: Path, resources_return: None) -> Iterator[DecodePeer]:
-    """A decode process of this test's own."""
-    doomed = DecodePeer(tmp_path / "doomed.log")
-    yield doomed
-    doomed.end()
-
-
-def test_a_peer_killed_mid_write_is_suspect_and_its_successor_works(
-    make_rank: MakeRank, make_prefill: MakePrefill, doomed: DecodePeer
-) -> None:
-    rank = make_rank(on=doomed, slot_bytes=SMALL_SLOT)
-    source = make_prefill(slot_bytes=SMALL_SLOT, open_timeout_s=1, slot_wait_s=0, unpack_timeout_s=5, quarantine_s=1.5)
-    next_room(rank, source)
-    pages = source.some_pages(380)
-    rank.open_room(1, len(pages))
-    written = len(source.engine.writes)
-
-    def kill_at_third(number: int) -> None:
-        if number == written + 2:
-            doomed.kill()
-
-    source.engine.on_submitted = kill_at_third
-    outcome = source.send(rank, 1, pages)
-    source.engine.on_submitted = lambda number: None
-    assert (outcome.code, outcome.peer_suspect, outcome.went_native) == (-1, True, False)
-    assert outcome.failures == {"write_failed": 1}
-    assert outcome.seconds < 15
-    staging = source.staging()
-    assert staging["in_use"] == 0
-    assert staging["quarantined"] == 1
-
-    # The dead peer's rooms fail fast or go native; rooms of other peers are as before.
-    again = source.send(rank, 2, pages[:10], peer=rank.handshake)
-    assert again.went_native
-    next_room(make_rank(), source)
-    assert eventually(lambda: source.staging()["free"], 4) == 4
-
-
-def test_a_new_decode_process_takes_over(make_rank: MakeRank, make_prefill: MakePrefill, doomed: DecodePeer) -> None:
-    source = make_prefill()
-    next_room(make_rank(), source)
-    next_room(make_rank(on=doomed), source)
-
-
-def test_a_write_to_nobody_fails_at_once(make_rank: MakeRank, make_prefill: MakePrefill) -> None:
-    rank, source = make_rank(), make_prefill()
-    rank.open_room(1, 10)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    outcome = source.send(rank, 1, source.some_pages(10), session=f"127.0.0.1:{port}")
-    assert (outcome.code, outcome.peer_suspect, outcome.failures) == (-1, True, {"write_failed": 1})
-    assert outcome.seconds < 15
-    assert eventually(lambda: rank.state()["free"], ALL_SLOTS) == ALL_SLOTS
-    next_room(rank, source)
-
-
-def test_slots_of_a_prefill_that_vanished_come_back(
-    make_rank: MakeRank, make_prefill: MakePrefill, make_raw: MakeRaw
-) -> None:
-    rank, source = make_rank(lease_s=1.0, write_timeout_s=0.5, quarantine_s=1.5), make_prefill()
-    raw = make_raw(source, rank)
-    rank.open_room(1, 10)
-    grants = raw.grants(1, 10, slots_wanted=ALL_SLOTS)
-    assert len(grants) == ALL_SLOTS
-    raw._socket.close(linger=0)
-    raw._socket = raw._context.socket(6)
-    started = time.monotonic()
-    assert eventually(lambda: rank.state()["quarantined"], ALL_SLOTS, 5) == ALL_SLOTS
-    assert time.monotonic() - started >= 0.9
-    assert rank.counters() == {"slot_lease_expired": 1}
-    assert rank.state()["open_chunks"] == 0
-    outcome = source.send(rank, 1, source.some_pages(10))  # while they rest, chunks go native
-    assert (outcome.went_native, outcome.reason) == (True, "pool_exhausted")
-    assert eventually(lambda: rank.state()["free"], ALL_SLOTS, 5) == ALL_SLOTS
-    next_room(rank, source)
-
-
-def test_a_commit_after_the_lease_is_refused(
-    make_rank: MakeRank, make_prefill: MakePrefill, make_raw: MakeRaw
-) -> None:
-    rank, source = make_rank(lease_s=0.6, write_timeout_s=0.5, quarantine_s=0.2), make_prefill()
-    raw, pages = make_raw(source, rank), source.some_pages(8)
-    rank.open_room(1, len(pages))
-    [grant] = raw.grants(1, len(pages))
-    commit = raw.land(grant, 1, pages)
-    assert eventually(lambda: rank.state()["open_chunks"], 0) == 0
-    answer = raw.ask(commit)
-    assert isinstance(answer, Failed)
-    assert answer.code == "stale_generation"
-    assert rank.is_untouched()
-    assert idle(rank)
-
-
-def test_an_exhausted_pool_sends_the_chunk_native_after_its_wait(
-    make_rank: MakeRank, make_prefill: MakePrefill, make_raw: MakeRaw
-) -> None:
-    rank, source = make_rank(slot_wait_s=0.5), make_prefill(slot_wait_s=0.5)
-    raw = make_raw(source, rank)
-    rank.open_room(1, 10)
-    grants = raw.grants(1, 10, slots_wanted=ALL_SLOTS)
-    outcome = source.send(rank, 1, source.some_pages(10))
-    assert (outcome.code, outcome.went_native, outcome.reason) == (0, True, "pool_exhausted")
-    assert 0.5 <= outcome.seconds < 4
-    raw.send_frames(encode(Close(1, [grants[0].slot])))
-    wanted = {"in_use": 0, "quarantined": 1}
-    assert eventually(lambda: {name: rank.state()[name] for name in wanted}, wanted, 3) == wanted
-    next_room(rank, source)
-
-
-def test_staging_slots_in_quarantine_are_not_waited_for(make_rank: MakeRank, make_prefill: MakePrefill) -> None:
-    """With every staging slot resting until long after the wait, a chunk goes native at once, not a minute later."""
-    rank, source = make_rank(), make_prefill(quarantine_s=60, staging_slots=2)
-    for slot in source.rank._staging.lend(2):
-        source.rank._staging.quarantine(slot)
-    rank.open_room(1, 10)
-    outcome = source.send(rank, 1, source.some_pages(10))
-    assert (outcome.code, outcome.went_native, outcome.reason) == (0, True, "pool_exhausted")
-    assert outcome.seconds < 3
-    assert idle(rank)
-
-
-def test_a_room_aborted_on_prefill_stops_between_subchunks(make_rank: MakeRank, make_prefill: MakePrefill) -> None:
-    rank = make_rank(slot_bytes=SMALL_SLOT)
-    source = make_prefill(slot_bytes=SMALL_SLOT)
-    pages = source.some_pages(300)
-    rank.open_room(1, len(pages))
-    outcome = source.send(rank, 1, pages, room_is_live=lambda: len(source.engine.writes) < 3)
-    assert (outcome.code, outcome.went_native, outcome.failures) == (-1, False, {"room_gone": 1})
-    assert len(source.engine.writes) == 3
-    assert idle(rank)
-    next_room(rank, source)

@@ -1,0 +1,140 @@
+"""Both ends of the control channel on their own: odd endpoints, floods, evictions, and where decode listens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import zmq
+from decode_peer import GEOMETRY
+from decode_process import HOST
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
+
+from spectrumkv_sglang.config import SpectrumKVConfig
+from spectrumkv_sglang.errors import SpectrumKVError
+from spectrumkv_sglang.observability.metrics import TransferMetrics
+from spectrumkv_sglang.observability.reasons import Reason
+from spectrumkv_sglang.payload.codec import KVBuffers
+from spectrumkv_sglang.transfer.control_channel import ControlChannels
+from spectrumkv_sglang.transfer.decode_rank import DecodeRank
+from spectrumkv_sglang.transfer.errors import ControlMessageError, GoNativeError
+from spectrumkv_sglang.transfer.messages import Close, Done, encode
+from spectrumkv_sglang.transfer.pool_view import PoolView
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def context() -> Iterator[Any]:
+    context = zmq.Context()
+    yield context
+    context.destroy(linger=0)
+
+
+@given(host=st.text(max_size=30))
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_an_endpoint_that_cannot_be_reached_is_no_reason_to_fail(context: Any, host: str) -> None:
+    """A handshake may name anything behind tcp://."""
+    channels = ControlChannels(context)
+    refusal: GoNativeError | None = None
+    try:
+        channels.get("tcp://" + host)
+    except GoNativeError as error:
+        refusal = error
+    assert refusal is None or refusal.reason is Reason.CONTROL_ERROR
+    channels.close()
+
+
+def test_only_the_most_recent_channels_stay_open(context: Any) -> None:
+    channels = ControlChannels(context)
+    first = channels.get("tcp://127.0.0.1:1")
+    for port in range(2, 301):
+        channels.get(f"tcp://127.0.0.1:{port}")
+    assert first._socket.closed
+    assert not channels.get("tcp://127.0.0.1:300")._socket.closed
+    assert len(channels._channels) == 256
+    channels.close()
+
+
+def test_messages_of_earlier_chunks_are_dropped_and_counted(context: Any) -> None:
+    router = context.socket(zmq.ROUTER)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    channels = ControlChannels(context)
+    channel = channels.get(f"tcp://127.0.0.1:{port}")
+    channel.send(Close(1, []))
+    identity, _ = router.recv_multipart()
+    answer = Done(9, 0, 0, 1, 0.0)
+    for chunk in (7, 8):
+        router.send_multipart([identity, encode(Done(chunk, 0, 0, 1, 0.0))])
+    router.send_multipart([identity, encode(answer)])
+    assert channel.receive(9, timeout=10) == answer
+    assert channel.stale_messages == 2
+    router.send_multipart([identity, b"garbage"])
+    with pytest.raises(ControlMessageError):
+        channel.receive(9, timeout=10)
+    started = time.monotonic()
+    assert channel.receive(9, timeout=0.2) is None
+    assert 0.19 <= time.monotonic() - started < 5
+    channels.close()
+
+
+def test_a_flood_of_other_messages_does_not_outlast_the_timeout(context: Any) -> None:
+    router = context.socket(zmq.ROUTER)
+    router.set_hwm(0)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    channels = ControlChannels(context)
+    channel = channels.get(f"tcp://127.0.0.1:{port}")
+    channel.send(Close(1, []))
+    identity, _ = router.recv_multipart()
+    for _ in range(100_000):
+        router.send_multipart([identity, encode(Done(7, 0, 0, 1, 0.0))])
+    assert channel.receive(9, timeout=0.05) is None
+    assert 0 < channel.stale_messages < 100_000
+    channels.close()
+
+
+# ---- where decode listens --------------------------------------------------------------------------------------------
+
+
+def decode_rank(engine: Any, host: str, control_host: str | None) -> DecodeRank:
+    buffers = KVBuffers(
+        [torch.zeros(16, GEOMETRY.kv_heads, GEOMETRY.head_dim)] * GEOMETRY.layers,
+        [torch.zeros(16, GEOMETRY.kv_heads, GEOMETRY.v_head_dim)] * GEOMETRY.layers,
+    )
+    return DecodeRank(
+        view=PoolView(buffers, GEOMETRY, torch.device("cpu"), 16),
+        config=SpectrumKVConfig(slot_bytes=65536, control_host=control_host),
+        engine=engine,
+        host=host,
+        metrics=TransferMetrics("decode", 0, registry=CollectorRegistry()),
+    )
+
+
+@pytest.mark.parametrize(
+    ("control_host", "advertised"),
+    [(None, HOST), ("127.0.0.2", "127.0.0.2"), ("0.0.0.0", HOST), ("*", HOST)],
+)
+def test_prefill_is_told_an_address_that_it_can_reach(engine: Any, control_host: str | None, advertised: str) -> None:
+    rank = decode_rank(engine, HOST, control_host)
+    assert rank.handshake.control_endpoint.startswith(f"tcp://{advertised}:")
+    rank.close()
+
+
+def test_ipv6_addresses_stand_in_brackets(engine: Any) -> None:
+    rank = decode_rank(engine, "fd00::7", "::")
+    assert rank.handshake.control_endpoint.startswith("tcp://[fd00::7]:")
+    rank.close()
+
+
+@pytest.mark.parametrize("control_host", ["203.0.113.9", "no such host", "decode:7"])
+def test_an_address_that_decode_cannot_listen_on_is_named_and_leaves_nothing(engine: Any, control_host: str) -> None:
+    for _ in range(2):  # a landing region left registered would overlap the next
+        with pytest.raises(SpectrumKVError, match=r"SPECTRUMKV_CONTROL_HOST") as error:
+            decode_rank(engine, HOST, control_host)
+        assert repr(control_host) in str(error.value)
+    decode_rank(engine, HOST, None).close()

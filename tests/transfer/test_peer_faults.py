@@ -1,0 +1,251 @@
+"""Peers that hang, die or vanish: an error in time, nothing leaks, and the next room is unaffected.
+
+The fixtures check that slots, chunks, threads and sockets of both processes return.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import MakePrefill, MakeRank, MakeRaw
+from decode_peer import DecodePeer, eventually
+from prefill_side import idle, next_room
+
+from spectrumkv_sglang.transfer.messages import Close, Done, Failed, encode
+
+pytestmark = pytest.mark.timeout(90)
+
+SMALL_SLOT = 64 * 1024
+ALL_SLOTS = 8
+
+
+def test_a_stopped_peer_costs_no_more_than_the_open_timeout(
+    make_rank: MakeRank, make_prefill: MakePrefill, peer: DecodePeer
+) -> None:
+    rank, source = make_rank(), make_prefill(open_timeout_s=0.5, slot_wait_s=0.1)
+    rank.open_room(1, 10)
+    next_room(rank, source)  # once over a connection that stands, once over a new one
+    peer.stop()
+    try:
+        for _ in range(2):
+            outcome = source.send(rank, 1, source.some_pages(10))
+            assert (outcome.code, outcome.went_native, outcome.reason) == (0, True, "open_timeout")
+            assert 0.6 <= outcome.seconds < 3
+    finally:
+        peer.resume()
+    assert idle(rank)
+    next_room(rank, source)
+
+
+def test_a_write_that_does_not_end_rests_both_slots(
+    make_rank: MakeRank, make_prefill: MakePrefill, peer: DecodePeer
+) -> None:
+    """The engine goes on with the write when the peer wakes up, long after it was given up."""
+    rank = make_rank(slot_bytes=SMALL_SLOT, quarantine_s=1.5)
+    source = make_prefill(slot_bytes=SMALL_SLOT, write_timeout_s=0.5, quarantine_s=1.5)
+    pages = source.some_pages(60)
+    rank.open_room(1, len(pages))
+    source.engine.on_written = lambda number: peer.stop()  # the second write finds nobody
+    try:
+        outcome = source.send(rank, 1, pages)
+        assert source.staging()["quarantined"] == 1
+    finally:
+        peer.resume()
+    assert (outcome.code, outcome.peer_suspect, outcome.went_native) == (-1, True, False)
+    assert outcome.failures == {"write_timeout": 1}
+    assert 0.5 <= outcome.seconds < 5
+    wanted = {"in_use": 0, "quarantined": 1}
+    assert eventually(lambda: {name: rank.state()[name] for name in wanted}, wanted, 1.4) == wanted
+    source.engine.on_written = lambda number: None
+    next_room(rank, source)
+    assert eventually(lambda: source.staging()["free"], 4) == 4
+    assert idle(rank)
+
+
+def test_an_unanswered_commit_times_out(make_rank: MakeRank, make_prefill: MakePrefill, peer: DecodePeer) -> None:
+    rank, source = make_rank(), make_prefill(unpack_timeout_s=0.5)
+    rank.open_room(1, 10)
+    source.engine.on_written = lambda number: peer.stop()
+    try:
+        outcome = source.send(rank, 1, source.some_pages(10))
+    finally:
+        peer.resume()
+    assert (outcome.code, outcome.peer_suspect, outcome.went_native) == (-1, False, False)
+    assert outcome.failures == {"commit_timeout": 1}
+    assert 0.5 <= outcome.seconds < 5
+    source.engine.on_written = lambda number: None
+    assert idle(rank)
+    next_room(rank, make_prefill())
+
+
+def test_an_unpack_that_hangs_keeps_its_slot_until_it_ends(make_rank: MakeRank, make_prefill: MakePrefill) -> None:
+    rank, source = make_rank(), make_prefill(unpack_timeout_s=0.5)
+    rank.open_room(1, 10)
+    rank.ask("hold_room", room=1)
+    try:
+        outcome = source.send(rank, 1, source.some_pages(10))
+        assert (outcome.code, outcome.failures) == (-1, {"commit_timeout": 1})
+        assert eventually(lambda: rank.state()["in_use"], 1) == 1
+        time.sleep(0.2)
+        assert rank.state()["in_use"] == 1
+    finally:
+        rank.ask("let_room_go", room=1)
+    assert idle(rank)
+    next_room(rank, make_prefill())
+
+
+def test_a_chunk_that_is_closed_while_it_is_unpacked_gives_its_slot_back_afterwards(
+    make_rank: MakeRank, make_prefill: MakePrefill, make_raw: MakeRaw
+) -> None:
+    rank, source = make_rank(), make_prefill()
+    raw, pages = make_raw(source, rank), source.some_pages(8)
+    rank.open_room(1, len(pages))
+    [grant] = raw.grants(1, len(pages))
+    commit = raw.land(grant, 1, pages)
+    rank.ask("hold_room", room=1)
+    try:
+        raw.send_frames(encode(commit))
+        raw.send_frames(encode(Close(1, [])))
+        other = raw.grants(1, len(pages), chunk=2)  # so the COMMIT and the CLOSE have been read
+        assert other[0].slot != grant.slot
+        assert rank.state()["in_use"] == 2
+    finally:
+        rank.ask("let_room_go", room=1)
+    assert isinstance(raw.receive(), Done)
+    raw.send_frames(encode(Close(2, [])))
+    assert idle(rank)
+
+
+@pytest.fixture
+def doomed(tmp_path: Path, resources_return: None) -> Iterator[DecodePeer]:
+    """A decode process of this test's own."""
+    doomed = DecodePeer(tmp_path / "doomed.log")
+    yield doomed
+    doomed.end()
+
+
+def test_a_peer_killed_mid_write_is_suspect_and_its_successor_works(
+    make_rank: MakeRank, make_prefill: MakePrefill, doomed: DecodePeer
+) -> None:
+    rank = make_rank(on=doomed, slot_bytes=SMALL_SLOT)
+    source = make_prefill(slot_bytes=SMALL_SLOT, open_timeout_s=1, slot_wait_s=0, unpack_timeout_s=5, quarantine_s=1.5)
+    next_room(rank, source)
+    pages = source.some_pages(380)
+    rank.open_room(1, len(pages))
+    written = len(source.engine.writes)
+
+    def kill_at_third(number: int) -> None:
+        if number == written + 2:
+            doomed.kill()
+
+    source.engine.on_submitted = kill_at_third
+    outcome = source.send(rank, 1, pages)
+    source.engine.on_submitted = lambda number: None
+    assert (outcome.code, outcome.peer_suspect, outcome.went_native) == (-1, True, False)
+    assert outcome.failures == {"write_failed": 1}
+    assert outcome.seconds < 15
+    staging = source.staging()
+    assert staging["in_use"] == 0
+    assert staging["quarantined"] == 1
+
+    # The dead peer's rooms fail fast or go native; rooms of other peers are as before.
+    again = source.send(rank, 2, pages[:10], peer=rank.handshake)
+    assert again.went_native
+    next_room(make_rank(), source)
+    assert eventually(lambda: source.staging()["free"], 4) == 4
+
+
+def test_a_new_decode_process_takes_over(make_rank: MakeRank, make_prefill: MakePrefill, doomed: DecodePeer) -> None:
+    source = make_prefill()
+    next_room(make_rank(), source)
+    next_room(make_rank(on=doomed), source)
+
+
+def test_a_write_to_nobody_fails_at_once(make_rank: MakeRank, make_prefill: MakePrefill) -> None:
+    rank, source = make_rank(), make_prefill()
+    rank.open_room(1, 10)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    outcome = source.send(rank, 1, source.some_pages(10), session=f"127.0.0.1:{port}")
+    assert (outcome.code, outcome.peer_suspect, outcome.failures) == (-1, True, {"write_failed": 1})
+    assert outcome.seconds < 15
+    assert eventually(lambda: rank.state()["free"], ALL_SLOTS) == ALL_SLOTS
+    next_room(rank, source)
+
+
+def test_slots_of_a_prefill_that_vanished_come_back(
+    make_rank: MakeRank, make_prefill: MakePrefill, make_raw: MakeRaw
+) -> None:
+    rank, source = make_rank(lease_s=1.0, write_timeout_s=0.5, quarantine_s=1.5), make_prefill()
+    raw = make_raw(source, rank)
+    rank.open_room(1, 10)
+    grants = raw.grants(1, 10, slots_wanted=ALL_SLOTS)
+    assert len(grants) == ALL_SLOTS
+    raw.vanish()
+    started = time.monotonic()
+    assert eventually(lambda: rank.state()["quarantined"], ALL_SLOTS, 5) == ALL_SLOTS
+    assert time.monotonic() - started >= 0.9
+    assert rank.counters() == {"slot_lease_expired": 1}
+    assert rank.state()["open_chunks"] == 0
+    outcome = source.send(rank, 1, source.some_pages(10))  # while they rest, chunks go native
+    assert (outcome.went_native, outcome.reason) == (True, "pool_exhausted")
+    assert eventually(lambda: rank.state()["free"], ALL_SLOTS, 5) == ALL_SLOTS
+    next_room(rank, source)
+
+
+def test_a_commit_after_the_lease_is_refused(make_rank: MakeRank, make_prefill: MakePrefill, make_raw: MakeRaw) -> None:
+    rank, source = make_rank(lease_s=0.6, write_timeout_s=0.5, quarantine_s=0.2), make_prefill()
+    raw, pages = make_raw(source, rank), source.some_pages(8)
+    rank.open_room(1, len(pages))
+    [grant] = raw.grants(1, len(pages))
+    commit = raw.land(grant, 1, pages)
+    assert eventually(lambda: rank.state()["open_chunks"], 0) == 0
+    answer = raw.ask(commit)
+    assert isinstance(answer, Failed)
+    assert answer.code == "stale_generation"
+    assert rank.is_untouched()
+    assert idle(rank)
+
+
+def test_an_exhausted_pool_sends_the_chunk_native_after_its_wait(
+    make_rank: MakeRank, make_prefill: MakePrefill, make_raw: MakeRaw
+) -> None:
+    rank, source = make_rank(slot_wait_s=0.5), make_prefill(slot_wait_s=0.5)
+    raw = make_raw(source, rank)
+    rank.open_room(1, 10)
+    grants = raw.grants(1, 10, slots_wanted=ALL_SLOTS)
+    outcome = source.send(rank, 1, source.some_pages(10))
+    assert (outcome.code, outcome.went_native, outcome.reason) == (0, True, "pool_exhausted")
+    assert 0.5 <= outcome.seconds < 4
+    raw.send_frames(encode(Close(1, [grants[0].slot])))
+    wanted = {"in_use": 0, "quarantined": 1}
+    assert eventually(lambda: {name: rank.state()[name] for name in wanted}, wanted, 3) == wanted
+    next_room(rank, source)
+
+
+def test_staging_slots_in_quarantine_are_not_waited_for(make_rank: MakeRank, make_prefill: MakePrefill) -> None:
+    """With every staging slot resting until long after the wait, a chunk goes native at once, not a minute later."""
+    rank, source = make_rank(), make_prefill(quarantine_s=60, staging_slots=2)
+    for slot in source.rank._staging.lend(2):
+        source.rank._staging.quarantine(slot)
+    rank.open_room(1, 10)
+    outcome = source.send(rank, 1, source.some_pages(10))
+    assert (outcome.code, outcome.went_native, outcome.reason) == (0, True, "pool_exhausted")
+    assert outcome.seconds < 3
+    assert idle(rank)
+
+
+def test_a_room_aborted_on_prefill_stops_between_subchunks(make_rank: MakeRank, make_prefill: MakePrefill) -> None:
+    rank = make_rank(slot_bytes=SMALL_SLOT)
+    source = make_prefill(slot_bytes=SMALL_SLOT)
+    pages = source.some_pages(300)
+    rank.open_room(1, len(pages))
+    outcome = source.send(rank, 1, pages, room_is_live=lambda: len(source.engine.writes) < 3)
+    assert (outcome.code, outcome.went_native, outcome.failures) == (-1, False, {"room_gone": 1})
+    assert len(source.engine.writes) == 3
+    assert idle(rank)
+    next_room(rank, source)
