@@ -304,7 +304,11 @@ class ChunkSender:
             # A worker that waits for a slot must hold none, or all of them wait for each other.
             self._commit(task, flight, stats)
         started = time.perf_counter()
-        lent = lent or self._staging.lend(1, timeout=self._config.write_timeout_s)
+        if not lent:
+            # Nobody gives back a slot that rests after a failed write: then native transfer is sooner than waiting.
+            someone_writes = self._staging.counts().in_use > 0
+            timeout = self._config.write_timeout_s if someone_writes else self._config.slot_wait_s
+            lent = self._staging.lend(1, timeout=timeout)
         waited = time.perf_counter() - started
         stats.wait_seconds += waited
         self._metrics.wait(Wait.SLOT, waited)

@@ -260,6 +260,15 @@ class LandingServer:
         return True
 
     def _serve_waiting(self) -> None:
+        gone = [waiting for waiting in self._waiting if not self._room_is_open(waiting.chunk)]
+        if gone:
+            keys = {waiting.key for waiting in gone}
+            self._waiting = [waiting for waiting in self._waiting if waiting.key not in keys]
+            for waiting in gone:
+                # Not "pool exhausted": that would send the chunk natively, into pages that may be freed by now.
+                self._metrics.failure(FailureCause.ROOM_GONE)
+                text = f"room {waiting.chunk.open.room} was closed while its chunk waited for a landing slot"
+                self._reply(waiting.key, Refused(waiting.key[1], FailureCause.ROOM_GONE.value, text))
         while self._waiting and self._grant(self._waiting[0].key, self._waiting[0].chunk):
             self._waiting.pop(0)
         now = self._clock()
@@ -270,6 +279,13 @@ class LandingServer:
             text = f"no landing slot became free ({counts.in_use} in use, {counts.quarantined} quarantined)"
             for waiting in expired:
                 self._reply(waiting.key, Refused(waiting.key[1], Reason.POOL_EXHAUSTED.value, text))
+
+    def _room_is_open(self, chunk: _OpenChunk) -> bool:
+        try:
+            registration = self._rooms.registration(chunk.open.room, chunk.open.page_start, chunk.open.page_count)
+        except ChunkFailedError:
+            return False
+        return registration == chunk.registration
 
     def _on_commit(self, key: ChunkKey, commit: Commit) -> None:
         chunk = self._chunks.get(key)

@@ -56,8 +56,6 @@ class SpectrumKVManager(MooncakeKVManager):  # type: ignore[misc]
         self.current = threading.local()
         self.prefill_rank: PrefillRank | None = None
         self.decode_rank: DecodeRank | None = None
-        self._spared: set[str] = set()
-        self._spared_lock = threading.Lock()
         self._forward_events: OrderedDict[tuple[int, int], Any] = OrderedDict()
         self.spectrumkv_config = load_config()
         self._role = "prefill" if disaggregation_mode.value == "prefill" else "decode"
@@ -239,15 +237,15 @@ class SpectrumKVManager(MooncakeKVManager):  # type: ignore[misc]
         self._metrics.failure(FailureCause.IMPORTANCE_UNOBSERVED)
 
     def _spare(self, session: str) -> None:
-        with self._spared_lock:
-            self._spared.add(session)
+        # By thread: another worker must not lift the ban before SGLang has imposed it in this one.
+        self.current.spared = getattr(self.current, "spared", frozenset()) | {session}
 
     def spare_sessions(self) -> None:
         """Take sessions off SGLang's blacklist that only lost one room: it bans a session at its first failure."""
-        if not self._spared:
+        spared: frozenset[str] = getattr(self.current, "spared", frozenset())
+        if not spared:
             return
-        with self._spared_lock:
-            spared, self._spared = self._spared, set()
+        self.current.spared = frozenset()
         with self.session_lock:
             self.failed_sessions.difference_update(spared)
             for session in spared:

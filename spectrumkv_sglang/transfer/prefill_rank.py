@@ -122,6 +122,9 @@ class PrefillRank:
                 self._account(chunk, self._send_tiered(chunk), started)
                 return 0, False
             except GoNativeError as reason:
+                if not chunk.room_is_live():
+                    # Aborted while the chunk waited for decode, which may have freed the pages by now.
+                    raise ChunkFailedError(FailureCause.ROOM_GONE, f"room {chunk.room} was aborted") from reason
                 self._say_native(chunk, reason)
                 result = send_natively()
                 if result.code == 0:
@@ -169,23 +172,24 @@ class PrefillRank:
                 f"budget {self._config.budget} is below what a chunk of {len(plan.tiers)} tokens can reach with the "
                 f"allowed tiers: sent at the smallest allowed size, {plan.achieved:.3f}",
             )
-        with self._device_stream(view, chunk):
-            stats = self._sender(view).send(
-                ChunkTask(
-                    room=chunk.room,
-                    session=chunk.session,
-                    peer=peer,
-                    pages=chunk.pages,
-                    page_start=chunk.page_start,
-                    tiers=plan.tiers,
-                    table=planned.table,
-                    subchunks=plan.subchunks,
-                    room_is_live=chunk.room_is_live,
-                )
-            )
+        task = ChunkTask(
+            room=chunk.room,
+            session=chunk.session,
+            peer=peer,
+            pages=chunk.pages,
+            page_start=chunk.page_start,
+            tiers=plan.tiers,
+            table=planned.table,
+            subchunks=plan.subchunks,
+            room_is_live=chunk.room_is_live,
+        )
+        try:
+            with self._device_stream(view, chunk):
+                stats = self._sender(view).send(task)
+        finally:  # a failed write leaves its slot in quarantine
+            staging = self._staging.counts()
+            self._metrics.staging_slots(in_use=staging.in_use, free=staging.free, quarantined=staging.quarantined)
         counts = np.bincount(plan.tiers, minlength=len(Tier)).tolist()
-        staging = self._staging.counts()
-        self._metrics.staging_slots(in_use=staging.in_use, free=staging.free, quarantined=staging.quarantined)
         return ChunkRecord(
             time=time.time(),
             room=chunk.room,

@@ -37,7 +37,9 @@ def reference(cluster: PairCluster) -> dict[str, Completion]:
     return {text: cluster.generate_alone(plain, text, max_new_tokens=NEW_TOKENS, sampling=GO_ON) for text in TEXTS}
 
 
-def test_native_packed_is_token_identical(cluster: PairCluster, reference: dict[str, Completion]) -> None:
+def test_native_packed_is_token_identical(
+    cluster: PairCluster, reference: dict[str, Completion], figures: list[str]
+) -> None:
     prefill, decode = cluster.prefill(profile="native-packed"), cluster.decode()
     cluster.transfers(prefill).skip()
     for text in TEXTS:
@@ -47,7 +49,8 @@ def test_native_packed_is_token_identical(cluster: PairCluster, reference: dict[
         assert sent.path == "tiered"
         assert 1.0 < sent.achieved_b < 1.01
     assert len(TEXTS) >= 8
-    lengths = [reference[text].prompt_tokens for text in TEXTS]
+    lengths = sorted(reference[text].prompt_tokens for text in TEXTS)
+    figures.append(f"native-packed: {len(TEXTS)} of {len(TEXTS)} prompts token-identical, {lengths} prompt tokens")
     assert min(lengths) <= 5
     assert max(lengths) >= 850
 
@@ -69,7 +72,11 @@ def test_a_shared_prefix_sent_twice_carries_the_right_pages(cluster: PairCluster
 
 @pytest.mark.parametrize(("profile", "budget"), [("int8", None), ("spectrum", 0.55)])
 def test_lossy_profiles_agree_on_95_percent_of_tokens(
-    cluster: PairCluster, reference: dict[str, Completion], profile: str, budget: float | None
+    cluster: PairCluster,
+    reference: dict[str, Completion],
+    profile: str,
+    budget: float | None,
+    figures: list[str],
 ) -> None:
     prefill, decode = cluster.prefill(profile=profile, budget=budget), cluster.decode()
     cluster.transfers(prefill).skip()
@@ -81,12 +88,13 @@ def test_lossy_profiles_agree_on_95_percent_of_tokens(
         sent = request_transfer(cluster.transfers(prefill).next_request())
         if reference[text].prompt_tokens >= 64:  # shorter ones travel at native precision (min_tokens)
             assert sent.achieved_b <= (budget or 0.55)
+    figures.append(f"{profile}, budget {budget or 0.55}: {equal} of {compared} output tokens as the plain server's")
     assert compared >= 200
     assert equal / compared >= 0.95, f"{equal} of {compared}"
 
 
 def test_a_small_budget_is_kept_and_answers_stay_sensible(
-    cluster: PairCluster, reference: dict[str, Completion]
+    cluster: PairCluster, reference: dict[str, Completion], figures: list[str]
 ) -> None:
     prefill, decode = cluster.prefill(profile="spectrum", budget=0.35), cluster.decode()
     cluster.wait_ready(prefill)
@@ -97,13 +105,15 @@ def test_a_small_budget_is_kept_and_answers_stay_sensible(
         same, tokens = agreement(answer, reference[text])
         equal, compared = equal + same, compared + tokens
         sent = request_transfer(cluster.transfers(prefill).next_request())
+        figures.append(f"spectrum, budget .35: achieved {sent.achieved_b:.4f}, {sent.tokens_by_tier}, {answer.text!r}")
         assert sent.achieved_b <= 0.35
         assert all(sent.tokens_by_tier[tier] > 0 for tier in ("high", "mid"))
         assert len(set(answer.output_ids)) > 8  # not one token over and over
+    figures.append(f"spectrum, budget .35: {equal} of {compared} output tokens as the plain server's")
     assert equal / compared >= 0.75, f"{equal} of {compared}"
 
 
-def test_reported_wire_bytes_are_the_bytes_on_the_interface(cluster: PairCluster) -> None:
+def test_reported_wire_bytes_are_the_bytes_on_the_interface(cluster: PairCluster, figures: list[str]) -> None:
     prefill, decode = cluster.prefill(profile="int8"), cluster.decode()
     cluster.wait_ready(prefill, decode)
     if cluster.namespace is None:
@@ -114,6 +124,7 @@ def test_reported_wire_bytes_are_the_bytes_on_the_interface(cluster: PairCluster
     cluster.generate(prefill, decode, LONG_PROMPTS[0].text, max_new_tokens=1)
     counted = cluster.loopback_bytes() - before
     sent = request_transfer(cluster.transfers(prefill).next_request())
+    figures.append(f"int8: {sent.wire_bytes} wire bytes reported, {counted} bytes counted on the interface")
     assert sent.wire_bytes == pytest.approx(counted, rel=0.03)
 
 

@@ -17,7 +17,7 @@ GO_ON = {"ignore_eos": True}
 
 
 def test_writes_do_not_depend_on_pages_or_layers(
-    cluster: PairCluster, tmp_path_factory: pytest.TempPathFactory
+    cluster: PairCluster, tmp_path_factory: pytest.TempPathFactory, figures: list[str]
 ) -> None:
     """Page size 1 and a pool that hands out pages at random; SGLang's own path stands beside ours."""
     path = plugin_path(tmp_path_factory.mktemp("plugins"), "shuffle_pool", SHUFFLE_POOL)
@@ -34,6 +34,9 @@ def test_writes_do_not_depend_on_pages_or_layers(
         assert answer.output_ids == expected.output_ids, name
         counts[name] = cluster.transfers(prefill).next_request()
     pages = expected.prompt_tokens
+    for name, records in counts.items():
+        writes, subchunks = (sum(getattr(r, field) for r in records) for field in ("writes", "subchunks"))
+        figures.append(f"{pages} pages of 1 token, shuffled: {name}: {writes} Mooncake blocks, {subchunks} sub-chunks")
     assert all(record.writes == record.subchunks for record in counts["ours"])
     assert sum(record.writes for record in counts["ours"]) <= 5
     assert [record.reason.value for record in counts["native"]] == ["disabled"] * len(counts["native"])

@@ -34,7 +34,7 @@ MOONCAKE_ENVIRONMENT = {
 }
 GEOMETRY = KVGeometry(layers=3, kv_heads=2, head_dim=64, v_head_dim=32, page_size=1, dtype="float32")
 SLOT_BYTES = 128 * 1024
-ANSWER_SECONDS = 30.0
+ANSWER_SECONDS = 60.0
 
 Pages = list[int]
 _rank_numbers = itertools.count()

@@ -138,8 +138,10 @@ class DecodeProcess:
         return counted(self.ranks[rank].registry)
 
     def resources(self) -> dict[str, int]:
-        gc.collect()
         return count_resources()
+
+    def collect_garbage(self) -> None:
+        gc.collect()
 
 
 def counted(registry: CollectorRegistry) -> dict[str, float]:

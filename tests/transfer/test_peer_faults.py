@@ -6,6 +6,7 @@ The fixtures check that slots, chunks, threads and sockets of both processes ret
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,11 +14,11 @@ from pathlib import Path
 import pytest
 from conftest import MakePrefill, MakeRank, MakeRaw
 from decode_peer import DecodePeer, eventually
-from prefill_side import idle, next_room
+from prefill_side import Outcome, idle, next_room
 
 from spectrumkv_sglang.transfer.messages import Close, Done, Failed, encode
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(150)
 
 SMALL_SLOT = 64 * 1024
 ALL_SLOTS = 8
@@ -225,6 +226,41 @@ def test_an_exhausted_pool_sends_the_chunk_native_after_its_wait(
     wanted = {"in_use": 0, "quarantined": 1}
     assert eventually(lambda: {name: rank.state()[name] for name in wanted}, wanted, 3) == wanted
     next_room(rank, source)
+
+
+def test_a_room_that_closes_while_its_chunk_waits_for_slots_does_not_go_native(
+    make_rank: MakeRank, make_prefill: MakePrefill, make_raw: MakeRaw
+) -> None:
+    rank, source = make_rank(slot_wait_s=20), make_prefill(slot_wait_s=20)
+    raw = make_raw(source, rank)
+    rank.open_room(1, 10)
+    raw.grants(1, 10, slots_wanted=ALL_SLOTS)
+    rank.open_room(2, 10)
+    outcomes: list[Outcome] = []
+    thread = threading.Thread(target=lambda: outcomes.append(source.send(rank, 2, source.some_pages(10))))
+    thread.start()
+    assert eventually(lambda: rank.state()["open_chunks"], 2) == 2
+    rank.ask("close_room", room=2)
+    thread.join(10)
+    assert [(outcome.code, outcome.went_native, outcome.failures) for outcome in outcomes] == [
+        (-1, False, {"room_gone": 1})
+    ]
+    raw.send_frames(encode(Close(1, [])))
+    assert idle(rank)
+    next_room(rank, source)
+
+
+def test_a_room_aborted_on_prefill_while_it_waits_does_not_go_native(
+    make_rank: MakeRank, make_prefill: MakePrefill, make_raw: MakeRaw
+) -> None:
+    rank, source = make_rank(slot_wait_s=0.3), make_prefill(slot_wait_s=0.3)
+    raw = make_raw(source, rank)
+    rank.open_room(1, 10)
+    raw.grants(1, 10, slots_wanted=ALL_SLOTS)
+    outcome = source.send(rank, 1, source.some_pages(10), room_is_live=lambda: False)
+    assert (outcome.code, outcome.went_native, outcome.failures) == (-1, False, {"room_gone": 1})
+    raw.send_frames(encode(Close(1, [])))
+    assert idle(rank)
 
 
 def test_staging_slots_in_quarantine_are_not_waited_for(make_rank: MakeRank, make_prefill: MakePrefill) -> None:

@@ -18,7 +18,7 @@ from prefill_side import assert_arrived, idle, next_room
 
 from spectrumkv_sglang.transfer.messages import MAX_MESSAGE_BYTES, Close, Done, Failed, Granted, Refused, encode
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(150)
 
 SMALL_SLOT = 64 * 1024
 

@@ -15,7 +15,7 @@ from prefill_side import Outcome, PrefillSide, assert_arrived
 from spectrumkv_sglang.payload.geometry import KVGeometry
 from spectrumkv_sglang.transfer.messages import Close, Done, encode
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(150)
 
 PAGED_BFLOAT16 = replace(GEOMETRY, page_size=16, dtype="bfloat16")
 SMALL_SLOT = 64 * 1024
