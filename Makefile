@@ -68,7 +68,7 @@ ifeq ($(GPU),yes)
 	$(BIN)/python -c 'import sglang_router' 2>/dev/null || $(PIP) install sglang-router
 	$(BIN)/python -c 'import gguf' 2>/dev/null || $(PIP) install gguf
 else
-	@echo "setup: no GPU, installing the pinned CPU environment (about 2 GB)"
+	@echo "setup: no GPU, installing the pinned CPU environment (about 3 GB)"
 	$(PIP) install -r requirements/cpu.txt -r requirements/dev.txt
 	$(PIP) install --no-deps -r requirements/cpu-no-deps.txt
 endif
@@ -77,6 +77,11 @@ endif
 $(PROJECT_STAMP): $(PACKAGES_STAMP)
 	@rm -f $(VENV)/.project-*
 	$(PIP) install --quiet $(if $(GPU),,--no-deps --no-build-isolation) -e .
+ifneq ($(GPU),yes)
+	@# SGLang does not import on a CPU without these stand-ins; see launch/cpu_shims/sitecustomize.py.
+	@echo "$(CURDIR)/launch/cpu_shims" \
+	    > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/spectrumkv_cpu_shims.pth"
+endif
 	@touch $@
 
 model: setup ## Fetch and convert the small real model of the demo and the tests

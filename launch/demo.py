@@ -70,6 +70,7 @@ class ProfilePair:
     """One profile's prefill server with its router (None: requests go to the pair directly) and its transfer log."""
 
     profile: str
+    budget: float
     prefill: SGLangServer
     router: Router | None
     log: TransferLogReader | None
@@ -167,9 +168,9 @@ class Demo:
             }
         prefill = self._start(Role.PREFILL, f"prefill-{shown.name}", env)
         if self.direct:
-            return ProfilePair(shown.name, prefill, None, log)
+            return ProfilePair(shown.name, shown.budget, prefill, None, log)
         router = Router(prefill, decode, f"router-{shown.name}", log_dir=_LOG_DIR)
-        return ProfilePair(shown.name, prefill, self.fleet.start_router(router), log)
+        return ProfilePair(shown.name, shown.budget, prefill, self.fleet.start_router(router), log)
 
     def _wait_ready(self) -> None:
         """Wait until everything answers, saying so server by server."""
@@ -179,7 +180,8 @@ class Demo:
                 self._announced.add(server)
                 self.console.print(f"  [green]{server.name}[/] ready after {seconds:.0f} s")
 
-        with self.console.status(f"starting servers (about a minute on two cores); their logs are in {_LOG_DIR}"):
+        self.console.print(f"starting servers, a minute or two on two cores; their logs are in {_LOG_DIR}")
+        with self.console.status("waiting for the servers"):
             self.fleet.wait_ready(on_ready=ready)
 
     def _ask_plain(self, plain: SGLangServer, prompt: Prompt) -> Completion:
@@ -210,7 +212,7 @@ class Demo:
             answer = generate(pair.router, prompt.text, max_new_tokens=self.max_new_tokens)
         crossed = self._loopback_bytes() - before
         transfer = request_transfer(pair.log.next_request()) if pair.log is not None else None
-        return RequestReport(prompt.name, pair.profile, plain, answer, crossed, transfer)
+        return RequestReport(prompt.name, pair.profile, pair.budget, plain, answer, crossed, transfer)
 
     def _loopback_bytes(self) -> int:
         counters = self.namespace.interface_bytes() if self.namespace is not None else interface_bytes(LOOPBACK)

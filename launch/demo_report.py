@@ -17,7 +17,7 @@ _SHOWN_CHARACTERS = 220
 _UNKNOWN = "-"
 _LEGEND = (
     "b: achieved, wire / native bytes. lo: everything that crossed the loopback interface meanwhile, HTTP and headers "
-    "too. writes: Mooncake writes. ms: transfer time."
+    "too. writes: Mooncake writes. ms: transfer time. high is a profile's first tier: in int8 that is INT8."
 )
 
 
@@ -28,6 +28,7 @@ class RequestReport:
     Attributes:
         prompt: name of the prompt.
         profile: name of the profile, or of the backend where there is none.
+        budget: b that the profile was given.
         plain: the plain server's answer.
         answer: the pair's answer.
         interface_bytes: bytes on the loopback interface while the pair answered: the KV and everything else.
@@ -36,6 +37,7 @@ class RequestReport:
 
     prompt: str
     profile: str
+    budget: float
     plain: Completion
     answer: Completion
     interface_bytes: int
@@ -94,7 +96,7 @@ def _transfers(reports: list[RequestReport]) -> Table:
         padding=0,
         pad_edge=False,
     )
-    for heading in ("profile", "path"):
+    for heading in ("profile,\nbudget", "path"):
         table.add_column(heading, no_wrap=True)
     for heading in (
         *("prompt\ntokens", "native\nkB", "wire\nkB", "lo\nkB", "b"),
@@ -104,7 +106,7 @@ def _transfers(reports: list[RequestReport]) -> Table:
     for report in reports:
         transfer = report.transfer
         table.add_row(
-            report.profile,
+            f"{report.profile}, {report.budget:g}",
             "native" if transfer is None else transfer.path,
             f"{report.answer.prompt_tokens:,}",
             _UNKNOWN if transfer is None else _kilobytes(transfer.native_bytes),

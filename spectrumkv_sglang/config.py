@@ -186,8 +186,8 @@ class SpectrumKVConfig(BaseSettings):
             tiers = ", ".join(tier.label for tier in self.loaded_profile.usable_tiers(self.allowed_tiers))
             raise ValueError(
                 f"budget {self.budget:g} is below {_rounded_up(self.reachable_budget)}, the least that tiers {tiers} "
-                f"of profile {self.profile!r} reach (scales counted, heads of 128 in 2 bytes): raise budget, allow "
-                "lower tiers, or use a profile with lower precisions"
+                f"of profile {self.profile!r} reach (scales counted, heads of 128 in 2 bytes): raise budget or leave "
+                "it out, allow lower tiers, or use a profile with lower precisions"
             )
         return self
 
@@ -280,7 +280,9 @@ def _read_file(path: Path) -> dict[str, Any]:
     for name in document:
         if name not in SpectrumKVConfig.model_fields:
             suggestion = _suggestion(str(name), SpectrumKVConfig.model_fields)
-            raise ConfigError(f"SpectrumKV configuration {where}: unknown field {name!r}{suggestion}: remove it")
+            raise ConfigError(
+                f"SpectrumKV configuration {where}: unknown field {name!r}{suggestion}: correct or remove it"
+            )
     profile = document.get("profile")
     if isinstance(profile, str) and is_profile_path(profile):
         document = {**document, "profile": str(path.parent / profile)}

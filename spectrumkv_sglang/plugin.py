@@ -93,7 +93,8 @@ def _choose_backend(server_args: Any, *args: Any, **kwargs: Any) -> None:
     # has named its multi-process folder, and the server's own metrics would be lost.
     config = load_config()
     os.environ[compat.ACTIVE_VARIABLE] = chosen
-    logger.info("disaggregation transfer backend %s -> mooncake, with tiered KV (%s)", chosen, config.profile)
+    what = f"with tiered KV ({config.profile})" if config.enabled else "tiered KV switched off"
+    logger.info("disaggregation transfer backend %s -> mooncake, %s", chosen, what)
 
 
 # ---- scheduler processes -----------------------------------------------------------------------------------------

@@ -208,6 +208,17 @@ def mooncake_engine(manager: Any) -> Any:
     return manager.engine.engine
 
 
+def served_model_name(server_args: Any) -> str:
+    """The model's name as SGLang's own metrics label it."""
+    try:
+        from sglang.srt.runtime_context import get_serving  # 0.5.17 on
+
+        name = get_serving().served_model_name
+    except Exception:  # noqa: BLE001 (absent in 0.5.16, or not published yet; a label must not stop a server)
+        name = getattr(server_args, "served_model_name", None)
+    return str(name or getattr(server_args, "model_path", ""))
+
+
 def kv_poll_failed() -> int:
     """SGLang's status of a room that failed."""
     from sglang.srt.disaggregation.base.conn import KVPoll

@@ -64,7 +64,7 @@ class SpectrumKVManager(MooncakeKVManager):  # type: ignore[misc]
             int(args.engine_rank),
             pp_rank=int(getattr(args, "pp_rank", 0) or 0),
             dp_rank=getattr(args, "system_dp_rank", None),
-            model_name=str(getattr(server_args, "served_model_name", "") or ""),
+            model_name=sglang_compat.served_model_name(server_args),
             extra_labels=getattr(server_args, "extra_metric_labels", None),
         )
         super().__init__(args, disaggregation_mode, server_args, *rest, **named)
@@ -96,6 +96,7 @@ class SpectrumKVManager(MooncakeKVManager):  # type: ignore[misc]
                     view=view, config=config, engine=engine, host=self.local_ip, metrics=self._metrics
                 )
                 SpectrumKVReceiver.handshake_frame = self.decode_rank.handshake_frame
+                logger.info("SpectrumKV control channel at %s", self.decode_rank.handshake.control_endpoint)
             except SpectrumKVError as error:
                 view = GoNativeError(Reason.REGISTRATION_FAILED, str(error))
         self._metrics.config(
@@ -115,7 +116,7 @@ class SpectrumKVManager(MooncakeKVManager):  # type: ignore[misc]
                 view.geometry,
             )
             return view
-        why = str(view) if isinstance(view, GoNativeError) else "switched off by `enabled: false`"
+        why = str(view) if isinstance(view, GoNativeError) else "switched off by enabled: false or SPECTRUMKV_ENABLED"
         logger.warning("SpectrumKV %s on %s: all KV travels natively: %s", __version__, self._role, why)
         return None
 

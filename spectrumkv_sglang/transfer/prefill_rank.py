@@ -211,7 +211,7 @@ class PrefillRank:
 
     def _require_tierable(self, chunk: OutgoingChunk) -> tuple[PoolView, Handshake]:
         if not self._config.enabled:
-            raise GoNativeError(Reason.DISABLED, "switched off by `enabled: false`")
+            raise GoNativeError(Reason.DISABLED, "switched off by enabled: false or SPECTRUMKV_ENABLED")
         if not isinstance(self._view, PoolView):
             raise self._view
         if chunk.peer is None:
