@@ -59,6 +59,7 @@ class AttentionObserver:
         self._first_layer = first_layer
         self._forward: weakref.ref[Any] | None = None
         self._requests: list[_Observed] = []
+        self._failed_forward: weakref.ref[Any] | None = None
 
     def observe(self, q: torch.Tensor, layer: Any, forward_batch: Any) -> None:
         """Add what ``layer`` attended to. ``q`` is [tokens, q heads * head dim] or [tokens, q heads, head dim]."""
@@ -84,7 +85,9 @@ class AttentionObserver:
                 )
                 self._scores.add(request.key_slots, column_sums, could_attend)
         except Exception as error:  # noqa: BLE001 (nothing in here may fail a forward)
-            self._on_error()
+            if self._failed_forward is None or self._failed_forward() is not forward_batch:
+                self._failed_forward = weakref.ref(forward_batch)
+                self._on_error()
             log_once(
                 logger,
                 logging.WARNING,

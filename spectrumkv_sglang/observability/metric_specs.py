@@ -59,7 +59,7 @@ SUBCHUNKS = MetricSpec("subchunks_total", Kind.COUNTER, "Sub-chunks sent, one la
 MOONCAKE_WRITES = MetricSpec("mooncake_writes_total", Kind.COUNTER, "Mooncake writes made for tiered chunks.")
 FAILURES = MetricSpec("failures_total", Kind.COUNTER, "Tiered chunks that failed, by cause.", ("cause",))
 BUDGET_UNREACHABLE = MetricSpec(
-    "budget_unreachable_total", Kind.COUNTER, "Chunks sent above the budget because no allowed tier is small enough."
+    "budget_unreachable_total", Kind.COUNTER, "Rooms sent above the budget because no allowed tier is small enough."
 )
 CONTROL_REJECTED = MetricSpec(
     "control_messages_rejected_total", Kind.COUNTER, "Control messages thrown away, by kind.", ("kind",)

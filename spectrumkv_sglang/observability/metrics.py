@@ -173,7 +173,7 @@ class TransferMetrics:
 
     @_never_raises
     def budget_unreachable(self) -> None:
-        """Counts one chunk that no allowed tier brings down to the budget."""
+        """Counts one room that no allowed tier brought down to the budget."""
         self._counter(specs.BUDGET_UNREACHABLE).inc()
 
     @_never_raises

@@ -16,15 +16,15 @@ from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager, MooncakeK
 
 from spectrumkv_sglang import sglang_compat
 from spectrumkv_sglang.config import load_config
-from spectrumkv_sglang.errors import SpectrumKVError
 from spectrumkv_sglang.observability.metrics import TransferMetrics
-from spectrumkv_sglang.observability.once import flush_log_once
+from spectrumkv_sglang.observability.once import flush_log_once, log_once
 from spectrumkv_sglang.observability.reasons import FailureCause, Reason
 from spectrumkv_sglang.transfer.decode_rank import DecodeRank
 from spectrumkv_sglang.transfer.errors import GoNativeError
 from spectrumkv_sglang.transfer.handshake import RegistrationSocket
 from spectrumkv_sglang.transfer.pool_view import PoolView, view_pool
 from spectrumkv_sglang.transfer.prefill_rank import NativeResult, OutgoingChunk, PrefillRank
+from spectrumkv_sglang.transfer.slot_memory import RegistrationError
 from spectrumkv_sglang.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,11 @@ class SpectrumKVManager(MooncakeKVManager):  # type: ignore[misc]
     # ---- set-up --------------------------------------------------------------------------------------------------
 
     def attach(self, pool: Any, draft_pool: Any) -> PoolView | None:
-        """Learn the rank's KV pool; called once, before the scheduler serves. Returns the view of a tierable pool."""
+        """Learn the rank's KV pool; called once, before the scheduler serves. Returns the view of a tierable pool.
+
+        Raises:
+            SpectrumKVError: ``control_host`` cannot be bound; the server does not start.
+        """
         config = self.spectrumkv_config
         view: PoolView | GoNativeError
         try:
@@ -97,7 +101,7 @@ class SpectrumKVManager(MooncakeKVManager):  # type: ignore[misc]
                 )
                 SpectrumKVReceiver.handshake_frame = self.decode_rank.handshake_frame
                 logger.info("SpectrumKV control channel at %s", self.decode_rank.handshake.control_endpoint)
-            except SpectrumKVError as error:
+            except RegistrationError as error:
                 view = GoNativeError(Reason.REGISTRATION_FAILED, str(error))
         self._metrics.config(
             version=__version__,
@@ -130,7 +134,7 @@ class SpectrumKVManager(MooncakeKVManager):  # type: ignore[misc]
         }
         try:
             return PrefillRank(view=view, **arguments)
-        except SpectrumKVError as error:
+        except RegistrationError as error:
             return PrefillRank(view=GoNativeError(Reason.REGISTRATION_FAILED, str(error)), **arguments)
 
     def teardown(self) -> None:
@@ -247,6 +251,7 @@ class SpectrumKVManager(MooncakeKVManager):  # type: ignore[misc]
         if not spared:
             return
         self.current.spared = frozenset()
+        log_once(logger, logging.INFO, "session-spared", f"{', '.join(spared)} stays in use: only a room ended")
         with self.session_lock:
             self.failed_sessions.difference_update(spared)
             for session in spared:

@@ -163,14 +163,14 @@ class PrefillRank:
         except PayloadError as error:
             raise GoNativeError(Reason.PAYLOAD_TOO_LARGE, str(error)) from error
         plan = planned.plan
-        if planned.budget_missed:
+        if planned.budget_missed and chunk.last_chunk:  # the chunks after an earlier one make up for it
             self._metrics.budget_unreachable()
             log_once(
                 logger,
                 logging.WARNING,
                 "budget-unreachable",
-                f"budget {self._config.budget} is below what a chunk of {len(plan.tiers)} tokens can reach with the "
-                f"allowed tiers: sent at the smallest allowed size, {plan.achieved:.3f}",
+                f"room {chunk.room} does not keep budget {self._config.budget}: its last chunk of {len(plan.tiers)} "
+                f"tokens was sent at the smallest size that the allowed tiers reach, {plan.achieved:.3f}",
             )
         task = ChunkTask(
             room=chunk.room,

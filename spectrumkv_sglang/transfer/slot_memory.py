@@ -17,6 +17,10 @@ import torch
 from spectrumkv_sglang.errors import SpectrumKVError
 
 
+class RegistrationError(SpectrumKVError):
+    """Mooncake refused to register slot memory: KV then travels natively."""
+
+
 class RegistrationEngine(Protocol):
     """The two Mooncake engine calls that this module needs."""
 
@@ -46,7 +50,7 @@ class SlotMemory:
     """``count`` slots of ``slot_bytes`` bytes in one region registered with the Mooncake engine.
 
     Raises:
-        SpectrumKVError: the engine refused the registration (its return code is in the message).
+        RegistrationError: the engine refused the registration (its return code is in the message).
     """
 
     def __init__(self, engine: RegistrationEngine, count: int, slot_bytes: int, pool_device: torch.device) -> None:
@@ -64,7 +68,7 @@ class SlotMemory:
         self._per_thread = threading.local()
         code = engine.register_memory(self._region.data_ptr(), total)
         if code != 0:
-            raise SpectrumKVError(
+            raise RegistrationError(
                 f"Mooncake refused to register {total} bytes of slot memory (code {code}; -1 zero length, -7 overlap); "
                 "check the RDMA memlock limit (ulimit -l) or lower landing_slots / slot_bytes"
             )
