@@ -13,7 +13,11 @@ from spectrumkv_sglang.doctor.isolated import run_python
 _MARK = "extension points: "
 _LIST_POINTS = f"""
 import json
-import sglang.srt.server_args  # one clear problem when SGLang as a whole does not import
+try:
+    import sglang.srt.server_args  # one clear problem when SGLang as a whole does not import
+except ModuleNotFoundError as error:
+    if not (error.name or "").startswith("sglang"):
+        raise
 from spectrumkv_sglang.sglang_compat import check_extension_points
 points = [[p.name, bool(p.found), str(p.detail), str(p.needed_for)] for p in check_extension_points()]
 print()
