@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -181,10 +182,8 @@ class SpectrumKVManager(MooncakeKVManager):  # type: ignore[misc]
     ) -> int:
         arguments = (mooncake_session_id, prefill_kv_indices, dst_kv_ptrs, dst_kv_indices, executor, *args)
 
-        def send_natively() -> NativeResult:
-            self.current.blocks = 0
-            code = super(SpectrumKVManager, self).send_kvcache(*arguments, **kwargs)
-            return NativeResult(code, self.current.blocks)
+        def send_natively() -> Any:
+            return super(SpectrumKVManager, self).send_kvcache(*arguments, **kwargs)
 
         only: Reason | None = None
         if kwargs.get("dst_device_kv_indices") is not None:
@@ -194,12 +193,10 @@ class SpectrumKVManager(MooncakeKVManager):  # type: ignore[misc]
         return self._send(mooncake_session_id, prefill_kv_indices, send_natively, only)
 
     def send_kvcache_slice(self, mooncake_session_id: str, prefill_kv_indices: Any, *args: Any, **kwargs: Any) -> int:
-        def send_natively() -> NativeResult:
-            self.current.blocks = 0
-            code = super(SpectrumKVManager, self).send_kvcache_slice(
+        def send_natively() -> Any:
+            return super(SpectrumKVManager, self).send_kvcache_slice(
                 mooncake_session_id, prefill_kv_indices, *args, **kwargs
             )
-            return NativeResult(code, self.current.blocks)
 
         return self._send(mooncake_session_id, prefill_kv_indices, send_natively, Reason.TP_MISMATCH)
 
@@ -207,12 +204,17 @@ class SpectrumKVManager(MooncakeKVManager):  # type: ignore[misc]
         self.current.blocks = getattr(self.current, "blocks", 0) + len(transfer_blocks)
         return int(super()._transfer_data(mooncake_session_id, transfer_blocks))
 
-    def _send(self, session: str, pages: Any, send_natively: Any, only: Reason | None) -> int:
+    def _send(self, session: str, pages: Any, send_natively: Callable[[], Any], only: Reason | None) -> int:
         """Send the current thread's chunk; ``only`` is the reason when nothing but the native path fits."""
+
+        def counted() -> NativeResult:
+            self.current.blocks = 0
+            return NativeResult(int(send_natively()), self.current.blocks)
+
         chunk = getattr(self.current, "chunk", None)
         info = self.transfer_infos.get(chunk.room, {}).get(session) if chunk is not None else None
         if self.prefill_rank is None:
-            return int(send_natively().code)
+            return int(send_natively())
         if chunk is None or info is None:
             # Aborted since SGLang took the chunk from its queue: decode may have freed the pages.
             self._metrics.failure(FailureCause.ROOM_GONE)
@@ -232,7 +234,7 @@ class SpectrumKVManager(MooncakeKVManager):  # type: ignore[misc]
             room_is_live=lambda: self.request_status.get(chunk.room) not in (None, sglang_compat.kv_poll_failed()),
             forward_done=tuple(event for event in events if event is not None),
         )
-        code, peer_suspect = self.prefill_rank.send(outgoing, send_natively, only)
+        code, peer_suspect = self.prefill_rank.send(outgoing, counted, only)
         if code != 0 and not peer_suspect:
             self._spare(session)
         return code

@@ -104,7 +104,7 @@ def test_missing_fields_are_refused(name: str) -> None:
     "change",
     [
         {"compression": "zstd"},
-        {"control_endpoint": "ipc:///tmp/x"},
+        {"control_endpoint": "ipc://control"},
         {"control_endpoint": "10.0.0.7:1"},
         {"control_endpoint": "tcp://" + "x" * 600},
         {"boot_id": -1},
