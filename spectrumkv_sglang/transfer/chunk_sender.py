@@ -17,13 +17,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from spectrumkv_sglang.config import SpectrumKVConfig
-from spectrumkv_sglang.kernels.checksum import payload_checksum
 from spectrumkv_sglang.observability.metrics import TransferMetrics
 from spectrumkv_sglang.observability.reasons import FailureCause, Reason, Rejection, Wait
-from spectrumkv_sglang.payload.codec import pack_payload, write_prologue
-from spectrumkv_sglang.payload.layout import plan_layout
 from spectrumkv_sglang.payload.precision_table import PrecisionTable
-from spectrumkv_sglang.payload.prologue import Prologue
 from spectrumkv_sglang.payload.subchunks import SubChunk
 from spectrumkv_sglang.payload.tier_map import encode_tier_map
 from spectrumkv_sglang.transfer.control_channel import ControlChannel, ControlChannels
@@ -41,10 +37,10 @@ from spectrumkv_sglang.transfer.messages import (
     SlotGrant,
 )
 from spectrumkv_sglang.transfer.mooncake_writes import MooncakeWrites, PendingWrite
+from spectrumkv_sglang.transfer.packing import PackJob, pack_into_slot
 from spectrumkv_sglang.transfer.pool_view import PoolView
 from spectrumkv_sglang.transfer.slot_memory import SlotMemory
 from spectrumkv_sglang.transfer.slot_pool import Slot, SlotPool
-from spectrumkv_sglang.transfer.unpacking import pool_slots_of_pages
 
 logger = logging.getLogger(__name__)
 
@@ -233,26 +229,16 @@ class ChunkSender:
     ) -> int:
         """Fill ``staging`` with the sub-chunk's payload; returns its checksum."""
         started = time.perf_counter()
-        geometry = self._view.geometry
-        layout = plan_layout(geometry, task.table, subchunk.rows_per_tier)
-        pages = task.pages[subchunk.page_start : subchunk.page_start + subchunk.page_count]
-        slots = pool_slots_of_pages(pages, geometry.page_size).to(self._view.device)
-        out = self._memory.work_area(staging.index, layout.total_bytes)
-        pack_payload(self._view.buffers, slots, tiers, layout, out)
-        write_prologue(
-            out,
-            Prologue(
-                room=task.room,
-                generation=remote.generation,
-                sequence=sequence,
-                rows_per_tier=tuple(subchunk.rows_per_tier),
-                total_bytes=layout.total_bytes,
-                geometry_digest=geometry.digest(),
-                table_digest=task.table.digest(),
-            ),
+        job = PackJob(
+            room=task.room,
+            generation=remote.generation,
+            sequence=sequence,
+            pages=task.pages[subchunk.page_start : subchunk.page_start + subchunk.page_count],
+            tiers=tiers,
+            rows_per_tier=tuple(subchunk.rows_per_tier),
+            table=task.table,
         )
-        checksum = payload_checksum(out)
-        self._memory.flush_to_slot(staging.index, layout.total_bytes)
+        checksum = pack_into_slot(job, self._view, self._memory, staging.index)
         seconds = time.perf_counter() - started
         stats.pack_seconds += seconds
         self._metrics.pack(seconds)
