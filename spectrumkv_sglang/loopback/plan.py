@@ -1,0 +1,145 @@
+"""What the probe tells a loopback server, and what the server reports: a plan file, request tags, result lines.
+
+The plan is a JSON file named by ``SPECTRUMKV_LOOPBACK``. A request is tagged through SGLang's ``custom_params``
+sampling parameter. Each tagged request yields one JSON line in the plan's result file.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from spectrumkv_sglang.config import SpectrumKVConfig, load_config
+from spectrumkv_sglang.errors import SpectrumKVError
+from spectrumkv_sglang.sglang_compat import LOOPBACK_VARIABLE
+
+TAG_KEY = "spectrumkv"
+NATIVE = "native"
+"""Policy of requests whose KV stays as it is."""
+
+SERVER_LINE = "server"
+"""Id of the one result line that is about the server itself: why it cannot do loopback."""
+
+
+class LoopbackError(SpectrumKVError):
+    """The plan cannot be read, or a request cannot be treated as its tag asks."""
+
+
+class LoopbackPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Attributes:
+    policies: name -> SpectrumKV configuration file (YAML); the name "native" needs none.
+    results: file that gets one JSON line a tagged request; it is appended to.
+    """
+
+    policies: dict[str, str]
+    results: str
+
+
+class RequestTag(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Attributes:
+    id: repeated in the result line.
+    policy: how the prompt's KV travels, once its last chunk has been prefilled.
+    judged_after: None, or the number of prompt tokens that must be cached already (with whatever KV they have); the
+        logits of all later prompt tokens are then judged.
+    reference: judged logits are kept as the reference that later requests are compared with.
+    """
+
+    id: str
+    policy: str = NATIVE
+    judged_after: int | None = None
+    reference: bool = False
+
+    def as_custom_params(self) -> dict[str, Any]:
+        """Value of SGLang's ``custom_params`` sampling parameter."""
+        return {TAG_KEY: msgspec.json.encode(self).decode()}
+
+
+class InPlaceRecord(msgspec.Struct, frozen=True):
+    """What packing and unpacking a prompt in place took: tokens, bytes, tokens by tier (high, mid, low), seconds."""
+
+    tokens: int
+    native_bytes: int
+    wire_bytes: int
+    tokens_by_tier: tuple[int, int, int]
+    pack_seconds: float
+    unpack_seconds: float
+
+
+class JudgedRecord(msgspec.Struct, frozen=True):
+    """Teacher-forced scores over ``tokens`` predictions: mean negative log-likelihood and mean KL divergence from the
+    reference in nats, share of equal most likely tokens. The reference itself has KL 0 and top-1 1."""
+
+    tokens: int
+    nll: float
+    kl: float
+    top1: float
+
+
+class ResultLine(msgspec.Struct, frozen=True):
+    """Result of one tagged request; ``error`` says why there is none."""
+
+    id: str
+    policy: str
+    in_place: InPlaceRecord | None = None
+    judged: JudgedRecord | None = None
+    error: Annotated[str, msgspec.Meta(max_length=4096)] | None = None
+
+
+def write_plan(plan: LoopbackPlan, path: Path) -> None:
+    """Write the plan file."""
+    path.write_bytes(msgspec.json.encode(plan))
+
+
+def read_plan(environ: Any = os.environ) -> LoopbackPlan | None:
+    """The plan that ``SPECTRUMKV_LOOPBACK`` names, or None when it is not set. Raises LoopbackError."""
+    name = environ.get(LOOPBACK_VARIABLE)
+    if not name:
+        return None
+    try:
+        return msgspec.json.decode(Path(name).read_bytes(), type=LoopbackPlan)
+    except (OSError, msgspec.DecodeError) as error:
+        raise LoopbackError(f"loopback plan {name} ({LOOPBACK_VARIABLE}) cannot be read: {error}") from error
+
+
+def load_policies(plan: LoopbackPlan) -> dict[str, SpectrumKVConfig]:
+    """Configuration of each policy, without the environment. Raises ConfigError."""
+    return {name: load_config(path, environ={}) for name, path in plan.policies.items()}
+
+
+def read_tag(custom_params: Any) -> RequestTag | None:
+    """The tag of a request, or None. Raises LoopbackError when it is malformed."""
+    text = custom_params.get(TAG_KEY) if isinstance(custom_params, dict) else None
+    if text is None:
+        return None
+    try:
+        return msgspec.json.decode(text, type=RequestTag)
+    except (msgspec.DecodeError, TypeError) as error:
+        raise LoopbackError(f"malformed {TAG_KEY} tag {text!r}: {error}") from error
+
+
+class ResultWriter:
+    """Appends result lines; not thread-safe."""
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path)
+
+    def write(self, line: ResultLine) -> None:
+        """Append one line; it is on disk when the call returns."""
+        with self._path.open("ab") as file:
+            file.write(msgspec.json.encode(line) + b"\n")
+
+
+def read_results(path: Path, offset: int) -> tuple[list[ResultLine], int]:
+    """Complete result lines from byte ``offset`` on, and the offset behind them."""
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            text = file.read()
+    except FileNotFoundError:
+        return [], offset
+    end = text.rfind(b"\n") + 1
+    lines = [msgspec.json.decode(line, type=ResultLine) for line in text[:end].splitlines()]
+    return lines, offset + end
