@@ -1,21 +1,29 @@
 """Configuration of a SpectrumKV server: one YAML file and ``SPECTRUMKV_*`` environment variables.
 
 The file is named by ``--spectrumkv-config`` or ``SPECTRUMKV_CONFIG``. It holds the fields of ``SpectrumKVConfig`` at
-its top level, or, as launch configs do, under ``spectrumkv:``. A variable ``SPECTRUMKV_<FIELD>`` beats the file.
+its top level, or, as launch configs do, under ``spectrumkv:``. A variable ``SPECTRUMKV_<FIELD>`` beats the file,
+except for ``probe``, which only a file can hold.
 """
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
-from pydantic import BeforeValidator, ByteSize, Field, TypeAdapter, ValidationError, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    ByteSize,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
@@ -24,26 +32,39 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from spectrumkv_sglang.errors import SpectrumKVError
+from spectrumkv_sglang.config_file import (
+    CONFIG_PATH_VARIABLE,
+    LAUNCH_CONFIG_KEYS,
+    ConfigError,
+    read_config_file,
+    suggestion,
+)
 from spectrumkv_sglang.importance.scorers import Scorer, make_scorer, scorer_names
 from spectrumkv_sglang.payload.layout import bytes_per_row
 from spectrumkv_sglang.profiles.errors import ProfileError
-from spectrumkv_sglang.profiles.profile import Profile, is_profile_path, load_profile
+from spectrumkv_sglang.profiles.profile import Profile, load_profile
 from spectrumkv_sglang.profiles.tier import Tier
+from spectrumkv_sglang.verification.enforcement import TierDecision, decide_tiers
+from spectrumkv_sglang.verification.fingerprint import ModelFingerprint
+from spectrumkv_sglang.verification.record import ProbedPolicy, ProbeRecord, profile_digest
+
+__all__ = [
+    "CONFIG_PATH_VARIABLE",
+    "ENV_PREFIX",
+    "LAUNCH_CONFIG_KEYS",
+    "ConfigError",
+    "SpectrumKVConfig",
+    "load_config",
+]
 
 ENV_PREFIX = "SPECTRUMKV_"
-CONFIG_PATH_VARIABLE = "SPECTRUMKV_CONFIG"
-FILE_SECTION = "spectrumkv"
-_NOT_FIELDS = (CONFIG_PATH_VARIABLE, "SPECTRUMKV_ACTIVE")
+PROBE_FIELD = "probe"
+_NOT_FIELDS = (CONFIG_PATH_VARIABLE, "SPECTRUMKV_ACTIVE", "SPECTRUMKV_LOOPBACK")
 _TEST_PREFIX = "SPECTRUMKV_TEST_"
 
 MIN_SLOT_BYTES = 64 * 1024
 MAX_SLOT_BYTES = 1024 * 1024 * 1024
 SLOT_ALIGNMENT = 4096
-
-
-class ConfigError(SpectrumKVError):
-    """A configuration file or variable cannot be used; says which one, which field and what is allowed."""
 
 
 def _bytes_from_text(value: Any) -> Any:
@@ -130,6 +151,15 @@ class SpectrumKVConfig(BaseSettings):
     control_host: OptionalText = Field(default=None, description="address that decode's control channel binds to; host")
     transfer_log: OptionalPath = Field(default=None, description="file that gets one JSON line a chunk; path")
     seed: int = Field(default=0, ge=0, le=2**63 - 1, description="of the random scorer")
+    strict: bool = Field(
+        default=False, description="true: a server whose probe record does not fit its model refuses to start"
+    )
+    require_probe: bool = Field(
+        default=True, description="false: for experiments, use the allowed tiers whether or not the model was probed"
+    )
+    probe: ProbeRecord | None = Field(
+        default=None, description="record of `spectrumkv probe`, which writes it; not for editing"
+    )
 
     @classmethod
     def settings_customise_sources(
@@ -142,6 +172,13 @@ class SpectrumKVConfig(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Keyword arguments only: ``load_config`` merges file and environment, and knows each value's source."""
         return (init_settings,)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
+            raise ValueError("this field is no switch: expected a value, not true or false")
+        return value
 
     @field_validator("allowed_tiers")
     @classmethod
@@ -179,6 +216,8 @@ class SpectrumKVConfig(BaseSettings):
                 f"slots_per_chunk ({self.slots_per_chunk}) must not exceed landing_slots ({self.landing_slots}): lower "
                 "the one or raise the other"
             )
+        if self.strict and not self.require_probe:
+            raise ValueError("strict and require_probe: false contradict each other: leave one of them out")
         if self.budget < self.reachable_budget and "budget" not in self.model_fields_set:
             # Nobody asked for the default: take the least that the chosen profile reaches.
             object.__setattr__(self, "budget", float(_rounded_up(self.reachable_budget)))
@@ -204,6 +243,40 @@ class SpectrumKVConfig(BaseSettings):
         table = self.loaded_profile.table(geometry, self.allowed_tiers)
         return float(bytes_per_row(geometry, table).min()) / geometry.native_bytes_per_token
 
+    def decide_tiers(self, fingerprint: Callable[[], ModelFingerprint]) -> TierDecision:
+        """Tiers that a server with this configuration may use. ``fingerprint`` gives the served model's and is called
+        only when it matters; its FingerprintError counts as a changed model."""
+        return decide_tiers(
+            profile=self.loaded_profile,
+            allowed_tiers=self.allowed_tiers,
+            policy=self.probed_policy(),
+            record=self.probe,
+            require_probe=self.require_probe,
+            fingerprint=fingerprint,
+        )
+
+    def restricted_to(self, tiers: tuple[Tier, ...]) -> SpectrumKVConfig:
+        """This configuration with ``tiers`` in place of ``allowed_tiers``.
+
+        The budget stays, even below what ``tiers`` reach: then chunks are sent at the smallest size they do reach.
+        """
+        # A copy, which is not validated again; properties that were computed from other tiers must not come along.
+        fields = {name: getattr(self, name) for name in type(self).model_fields}
+        return type(self).model_construct(self.model_fields_set, **{**fields, "allowed_tiers": tiers})
+
+    def probed_policy(self) -> ProbedPolicy:
+        """The settings that decide what is lost, as a probe records them."""
+        return ProbedPolicy(
+            profile=self.loaded_profile.name,
+            profile_digest=profile_digest(self.loaded_profile),
+            budget=self.budget,
+            scorer=self.scorer,
+            scorer_window=self.scorer_window,
+            scorer_stride_samples=self.scorer_stride_samples,
+            sink_tokens=self.sink_tokens,
+            recent_tokens=self.recent_tokens,
+        )
+
     def make_scorer(self) -> Scorer:
         """The scorer that the ``scorer*`` fields and ``seed`` describe."""
         return make_scorer(
@@ -223,7 +296,7 @@ def load_config(path: str | Path | None = None, environ: Mapping[str, str] = os.
         ConfigError: names the file or variable, the field, the value and what is allowed.
     """
     path = Path(path) if path is not None else _path_from(environ)
-    from_file = _read_file(path) if path is not None else {}
+    from_file = read_config_file(path, SpectrumKVConfig.model_fields) if path is not None else {}
     from_environ = _read_environ(environ)
     try:
         return SpectrumKVConfig(**{**from_file, **from_environ})
@@ -249,49 +322,22 @@ def _path_from(environ: Mapping[str, str]) -> Path | None:
 
 
 def _read_environ(environ: Mapping[str, str]) -> dict[str, Any]:
-    fields = {f"{ENV_PREFIX}{name.upper()}" for name in SpectrumKVConfig.model_fields}
+    fields = {f"{ENV_PREFIX}{name.upper()}" for name in SpectrumKVConfig.model_fields if name != PROBE_FIELD}
+    probe_variable = f"{ENV_PREFIX}{PROBE_FIELD.upper()}"
+    if probe_variable in environ:
+        raise ConfigError(
+            f"environment variable {probe_variable}: a probe record cannot come from the environment; unset it and "
+            f"name the file that `spectrumkv probe` wrote with --spectrumkv-config or {CONFIG_PATH_VARIABLE}"
+        )
     for variable in environ:
         known = variable in fields or variable in _NOT_FIELDS or variable.startswith(_TEST_PREFIX)
         if variable.startswith(ENV_PREFIX) and not known:
             raise ConfigError(
-                f"environment variable {variable} is no SpectrumKV setting{_suggestion(variable, fields)}: unset it"
+                f"environment variable {variable} is no SpectrumKV setting{suggestion(variable, fields)}: unset it"
             )
     ours = {variable: environ[variable] for variable in environ if variable in fields}
     clearable = {f"{ENV_PREFIX}CONTROL_HOST", f"{ENV_PREFIX}TRANSFER_LOG"}
     return _UndecodedEnvironment({name: value for name, value in ours.items() if value.strip() or name in clearable})()
-
-
-def _read_file(path: Path) -> dict[str, Any]:
-    try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"cannot read SpectrumKV configuration {path} (--spectrumkv-config or {CONFIG_PATH_VARIABLE}): {error}"
-        ) from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"SpectrumKV configuration {path} is not valid YAML: {error}") from error
-    where = str(path)
-    if isinstance(document, dict) and FILE_SECTION in document:
-        document, where = document[FILE_SECTION], f"{path}, section {FILE_SECTION}"
-    if document is None:
-        return {}
-    if not isinstance(document, dict):
-        raise ConfigError(f"SpectrumKV configuration {where}: expected fields and values, got {document!r}")
-    for name in document:
-        if name not in SpectrumKVConfig.model_fields:
-            suggestion = _suggestion(str(name), SpectrumKVConfig.model_fields)
-            raise ConfigError(
-                f"SpectrumKV configuration {where}: unknown field {name!r}{suggestion}: correct or remove it"
-            )
-    profile = document.get("profile")
-    if isinstance(profile, str) and is_profile_path(profile):
-        document = {**document, "profile": str(path.parent / profile)}
-    return document
-
-
-def _suggestion(name: str, names: Any) -> str:
-    close = difflib.get_close_matches(name, list(names), n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def _describe(problem: Any, from_environ: Mapping[str, Any], path: Path | None) -> str:
@@ -301,9 +347,17 @@ def _describe(problem: Any, from_environ: Mapping[str, Any], path: Path | None) 
         sources = ([str(path)] if path else []) + [f"{ENV_PREFIX}{name.upper()}" for name in sorted(from_environ)]
         return f"{message} (from {', '.join(sources) or 'the defaults'})"
     field = str(problem["loc"][0])
+    if field == PROBE_FIELD:
+        place = ".".join(str(part) for part in problem["loc"])
+        return f"{path}: {place}: {message} ({_shown(problem['input'])}): run `spectrumkv probe` again, it writes this"
     source = f"environment variable {ENV_PREFIX}{field.upper()}" if field in from_environ else f"{path}: {field}"
     about = SpectrumKVConfig.model_fields[field].description
     return f"{source} = {problem['input']!r}: {message} ({field}: {about}{_allowed_range(field)})"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return f"got {text}" if len(text) <= 80 else f"got {text[:77]}..."
 
 
 def _allowed_range(field: str) -> str:

@@ -1,6 +1,6 @@
 """SGLang's entry point ``sglang.srt.plugins``: makes the backend choosable and, where it is chosen, installs it.
 
-The launching process only accepts the name, the ``--spectrumkv-config`` flag and checks everything before it serves.
+The launching process only accepts the name and this backend's flags and checks everything before it serves.
 Its children see ``SPECTRUMKV_ACTIVE`` and install the hooks; without it nothing of SGLang's data path is touched.
 """
 
@@ -11,14 +11,19 @@ import logging
 import multiprocessing
 import os
 import sys
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from spectrumkv_sglang import sglang_compat as compat
 from spectrumkv_sglang.errors import SpectrumKVError
 
+if TYPE_CHECKING:
+    from spectrumkv_sglang.config import SpectrumKVConfig
+
 logger = logging.getLogger(__name__)
 
 CONFIG_FLAG = "--spectrumkv-config"
+STRICT_FLAG = "--spectrumkv-strict"
 
 _observer: Any = None
 
@@ -37,8 +42,10 @@ def register() -> None:
     except (ImportError, AttributeError) as error:
         _stop_if_requested(error)
         return
-    HookRegistry.register(compat.CLI_HOOK, _add_config_flag, HookType.AFTER)
+    HookRegistry.register(compat.CLI_HOOK, _add_flags, HookType.AFTER)
     HookRegistry.register(compat.PD_HOOK, _choose_backend, HookType.BEFORE)
+    if os.environ.get(compat.LOOPBACK_VARIABLE) and multiprocessing.parent_process() is not None:
+        _install_loopback()
     if compat.active_backend() is None:
         return
     try:
@@ -51,6 +58,19 @@ def register() -> None:
     HookRegistry.register(compat.PREFILL_QUEUE_HOOK, _attach_prefill, HookType.AROUND)
     HookRegistry.register(compat.DECODE_QUEUE_HOOK, _attach_decode, HookType.AROUND)
     HookRegistry.register(compat.ATTENTION_HOOK, _attention, HookType.AROUND)
+
+
+def _install_loopback() -> None:
+    """In a child of the probe's server."""
+    from spectrumkv_sglang.loopback.hooks import install
+    from spectrumkv_sglang.loopback.plan import read_plan
+
+    try:
+        plan = read_plan()
+    except SpectrumKVError as error:
+        raise SystemExit(f"spectrumkv: {error}") from error
+    if plan is not None:
+        install(plan)
 
 
 def _stop_if_requested(error: Exception) -> None:
@@ -72,13 +92,27 @@ class _SetConfigPath(argparse.Action):
         os.environ[compat.CONFIG_VARIABLE] = os.path.abspath(values)
 
 
-def _add_config_flag(result: Any, parser: argparse.ArgumentParser) -> None:
+class _SetStrict(argparse.Action):
+    """Tells the scheduler processes, and this one, to refuse a model that was not probed."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        os.environ[compat.STRICT_VARIABLE] = "true"
+
+
+def _add_flags(result: Any, parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         CONFIG_FLAG,
         action=_SetConfigPath,
         default=argparse.SUPPRESS,
         metavar="FILE",
         help="YAML configuration of the spectrumkv disaggregation backend (also: SPECTRUMKV_CONFIG).",
+    )
+    parser.add_argument(
+        STRICT_FLAG,
+        action=_SetStrict,
+        nargs=0,
+        default=argparse.SUPPRESS,
+        help="Refuse to start when the spectrumkv probe's record does not fit the model (also: SPECTRUMKV_STRICT).",
     )
 
 
@@ -92,9 +126,25 @@ def _choose_backend(server_args: Any, *args: Any, **kwargs: Any) -> None:
     # The scheduler processes check SGLang's extension points. Here that would import prometheus_client before SGLang
     # has named its multi-process folder, and the server's own metrics would be lost.
     config = load_config()
+    if config.enabled:
+        _refuse_unproven(config, compat.served_model(server_args))
     os.environ[compat.ACTIVE_VARIABLE] = chosen
     what = f"with tiered KV ({config.profile})" if config.enabled else "tiered KV switched off"
     logger.info("disaggregation transfer backend %s -> mooncake, %s", chosen, what)
+
+
+def _refuse_unproven(config: SpectrumKVConfig, model: compat.ServedModel) -> None:
+    """Stop before a model is loaded that the scheduler processes would refuse; they check again, and the dtype too."""
+    from spectrumkv_sglang.verification.fingerprint import ModelFingerprint, fingerprint_model
+
+    if not os.path.exists(model.path):
+        return  # a hub id: SGLang downloads it later
+
+    def fingerprint() -> ModelFingerprint:
+        dtype = config.probe.fingerprint.dtype if config.probe is not None else ""
+        return fingerprint_model(Path(model.path), quantization=model.quantization, dtype=dtype)
+
+    config.decide_tiers(fingerprint).require(model.path, strict=config.strict)
 
 
 # ---- scheduler processes -----------------------------------------------------------------------------------------

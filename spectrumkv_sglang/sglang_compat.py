@@ -11,6 +11,7 @@ import importlib.metadata
 import inspect
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from spectrumkv_sglang.errors import SpectrumKVError
@@ -22,6 +23,8 @@ BACKEND = "spectrumkv"
 BACKEND_TCP = "spectrumkv_tcp"
 ACTIVE_VARIABLE = "SPECTRUMKV_ACTIVE"
 CONFIG_VARIABLE = "SPECTRUMKV_CONFIG"
+STRICT_VARIABLE = "SPECTRUMKV_STRICT"
+LOOPBACK_VARIABLE = "SPECTRUMKV_LOOPBACK"
 
 PD_HOOK = "sglang.srt.arg_groups.pd_disaggregation_hook.handle_pd_disaggregation"
 CLI_HOOK = "sglang.srt.server_args.ServerArgs.add_cli_args"
@@ -30,6 +33,8 @@ REGISTRATION_HOOK = "sglang.srt.disaggregation.mooncake.conn.KVArgsRegisterInfo.
 PREFILL_QUEUE_HOOK = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue._init_kv_manager"
 DECODE_QUEUE_HOOK = "sglang.srt.disaggregation.decode.DecodePreallocQueue._init_kv_manager"
 ATTENTION_HOOK = "sglang.srt.layers.attention.base_attn_backend.AttentionBackend.forward"
+RUN_BATCH_HOOK = "sglang.srt.managers.scheduler.Scheduler.run_batch"
+LOGITS_HOOK = "sglang.srt.layers.logits_processor.LogitsProcessor._get_logits"
 
 _CONN = "sglang.srt.disaggregation.mooncake.conn"
 
@@ -217,6 +222,50 @@ def served_model_name(server_args: Any) -> str:
     except Exception:  # noqa: BLE001 (absent in 0.5.16, or not published yet; a label must not stop a server)
         name = getattr(server_args, "served_model_name", None)
     return str(name or getattr(server_args, "model_path", ""))
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What a server was told to serve. ``path``: a directory, a weight file or a hub id."""
+
+    path: str
+    quantization: str | None
+    revision: str | None
+    download_dir: str | None
+
+    def local_path(self) -> Path | None:
+        """Where the model lies on this machine; None when it is not here. Downloads nothing."""
+        if os.path.exists(self.path):
+            return Path(self.path)
+        try:
+            from huggingface_hub import snapshot_download
+
+            found = snapshot_download(
+                self.path, revision=self.revision, cache_dir=self.download_dir, local_files_only=True
+            )
+        except Exception:  # noqa: BLE001 (no hub id, not downloaded, or no huggingface_hub: it is not here)
+            return None
+        return Path(found)
+
+
+def served_model(server_args: Any) -> ServedModel:
+    """The model that ``server_args`` names, as the operator gave it."""
+    return ServedModel(
+        path=str(server_args.model_path),
+        quantization=getattr(server_args, "quantization", None),
+        revision=getattr(server_args, "revision", None),
+        download_dir=getattr(server_args, "download_dir", None),
+    )
+
+
+def scheduler_tp_rank(scheduler: Any) -> int:
+    """Tensor parallel rank of SGLang's Scheduler."""
+    parallel = getattr(scheduler, "ps", None)  # up to 0.5.20 or later
+    if parallel is None:
+        from sglang.srt.runtime_context import get_parallel
+
+        parallel = get_parallel()
+    return int(parallel.tp_rank)
 
 
 def kv_poll_failed() -> int:

@@ -50,6 +50,8 @@ def state() -> dict[str, object]:
         "active": os.environ.get("SPECTRUMKV_ACTIVE"),
         "config": os.environ.get("SPECTRUMKV_CONFIG"),
         "force_tcp": os.environ.get("MC_FORCE_TCP"),
+        "strict": os.environ.get("SPECTRUMKV_STRICT"),
+        "mooncake_conn_imported": "sglang.srt.disaggregation.mooncake.conn" in sys.modules,
         "prometheus_imported": "prometheus_client" in sys.modules,
     }
 
@@ -80,6 +82,10 @@ def main(scenario: str, model: str) -> dict[str, object]:
         return {**state(), "backend": resolving_view(args).disaggregation_transfer_backend}
     if scenario == "config-flag":
         start_up(model, "--disaggregation-transfer-backend", "spectrumkv_tcp", "--spectrumkv-config", sys.argv[3])
+        return state()
+    if scenario == "strict":
+        backend = ("--disaggregation-transfer-backend", "spectrumkv_tcp")
+        start_up(model, *backend, "--spectrumkv-strict", "--spectrumkv-config", sys.argv[3])
         return state()
     if scenario == "missing-argument-hook":
         import sglang.srt.arg_groups.pd_disaggregation_hook as hook

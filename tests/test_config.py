@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 from pydantic import ValidationError
 
-from spectrumkv_sglang.config import ConfigError, SpectrumKVConfig, load_config
+from spectrumkv_sglang.config import LAUNCH_CONFIG_KEYS, ConfigError, SpectrumKVConfig, load_config
 from spectrumkv_sglang.errors import SpectrumKVError
 from spectrumkv_sglang.importance.scorers import RandomScorer, WindowScorer
+from spectrumkv_sglang.launch_config import LaunchConfig
 from spectrumkv_sglang.profiles.tier import Tier
+from spectrumkv_sglang.verification.record import ProbeRecord
 
 
 def write(tmp_path: Path, text: str, name: str = "skv.yaml") -> Path:
@@ -45,6 +48,9 @@ def test_defaults() -> None:
         "control_host": None,
         "transfer_log": None,
         "seed": 0,
+        "strict": False,
+        "require_probe": True,
+        "probe": None,
     }
     assert config == SpectrumKVConfig()
     assert config.reachable_budget == pytest.approx(68 / 256)
@@ -79,7 +85,8 @@ def test_path_from_the_environment(tmp_path: Path) -> None:
 
 
 def test_launch_config_section(tmp_path: Path) -> None:
-    path = write(tmp_path, "model: /models/x\nprobe: {passed: true}\nspectrumkv:\n  budget: 0.3\n")
+    launch = "format: 1\nbackend: spectrumkv\nsglang: {common: {model-path: /models/x}}\n"
+    path = write(tmp_path, f"{launch}spectrumkv:\n  budget: 0.3\n")
     assert load_config(path, environ={}).budget == 0.3
     assert load_config(write(tmp_path, "spectrumkv:\n"), environ={}) == SpectrumKVConfig()
 
@@ -117,6 +124,8 @@ def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
         ("transfer_log", "log.jsonl", Path("log.jsonl")),
         ("transfer_log", "", None),
         ("seed", "5", 5),
+        ("strict", "true", True),
+        ("require_probe", "false", False),
     ],
 )
 def test_every_field_by_environment(tmp_path: Path, field: str, text: str, value: object) -> None:
@@ -128,7 +137,7 @@ def test_every_field_by_environment(tmp_path: Path, field: str, text: str, value
 def test_the_environment_case_covers_every_field() -> None:
     marks = test_every_field_by_environment.pytestmark  # type: ignore[attr-defined]
     cases = next(mark for mark in marks if mark.name == "parametrize").args[1]
-    assert {case[0] for case in cases} == set(SpectrumKVConfig.model_fields)
+    assert {case[0] for case in cases} == set(SpectrumKVConfig.model_fields) - {"probe"}
 
 
 def test_an_empty_variable_counts_as_not_set(tmp_path: Path) -> None:
@@ -136,7 +145,14 @@ def test_an_empty_variable_counts_as_not_set(tmp_path: Path) -> None:
 
 
 def test_variables_that_are_no_fields_but_ours() -> None:
-    load_config(environ={"SPECTRUMKV_ACTIVE": "1", "SPECTRUMKV_TEST_FAULT": "x", "SPECTRUMKV_CONFIG": ""})
+    load_config(
+        environ={
+            "SPECTRUMKV_ACTIVE": "1",
+            "SPECTRUMKV_LOOPBACK": "/plan",
+            "SPECTRUMKV_TEST_FAULT": "x",
+            "SPECTRUMKV_CONFIG": "",
+        }
+    )
 
 
 def test_the_process_environment_does_not_leak_into_plain_construction(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,6 +199,18 @@ REFUSED_FILES = [
     ("spectrumkv:\n  bugdet: 0.5", ["section spectrumkv", "unknown field 'bugdet'"]),
     ("model: x", ["unknown field 'model'"]),
     ("- budget", ["expected fields and values"]),
+    ("budget: true", ["budget = True", "not true or false"]),
+    ("seed: false", ["seed = False", "not true or false"]),
+    ("enabled: 2", ["enabled = 2"]),
+    ("strict: perhaps", ["strict = 'perhaps'"]),
+    ("strict: true\nrequire_probe: false", ["strict and require_probe: false contradict each other"]),
+    ("budget: 0.5\nseed: 1\nbudget: 0.6", ["not valid YAML", "'budget' twice", "line 3"]),
+    ("spectrumkv: {seed: 1, seed: 2}", ["'seed' twice"]),
+    ("spectrumkv: {seed: 1}\nspectrumkv: {seed: 2}", ["'spectrumkv' twice"]),
+    ("budget: .5\nspectrumkv: {}", ["beside section spectrumkv", "'budget'", "move it into section spectrumkv"]),
+    ("model: x\nspectrumkv: {}", ["beside section spectrumkv", "unknown field 'model'"]),
+    ("formats: 1\nspectrumkv: {}", ["unknown field 'formats'", "did you mean format?"]),
+    ("transfer_log: 2026-99-99", ["not valid YAML"]),
     ("spectrumkv: 3", ["section spectrumkv", "expected fields and values, got 3"]),
     ("budget: [", ["not valid YAML"]),
 ]
@@ -204,6 +232,7 @@ def test_a_file_is_refused_by_name_field_and_range(tmp_path: Path, text: str, pa
         ({"SPECTRUMKV_ALLOWED_TIERS": "low"}, ["SPECTRUMKV_ALLOWED_TIERS = 'low'", "must contain high"]),
         ({"SPECTRUMKV_BUGDET": "0.5"}, ["SPECTRUMKV_BUGDET", "did you mean SPECTRUMKV_BUDGET?", "unset"]),
         ({"SPECTRUMKV_BUDGET": "0.1"}, ["budget 0.1 is below 0.266", "from SPECTRUMKV_BUDGET"]),
+        ({"SPECTRUMKV_PROBE": "{}"}, ["SPECTRUMKV_PROBE", "cannot come from the environment", "spectrumkv probe"]),
         ({"SPECTRUMKV_CONFIG": "/nowhere/skv.yaml"}, ["/nowhere/skv.yaml", "--spectrumkv-config", "SPECTRUMKV_CONFIG"]),
     ],
 )
@@ -219,6 +248,80 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
         load_config(write(tmp_path, "budget: 3\nlanding_slots: 0\n"), environ={"SPECTRUMKV_SEED": "x"})
     for part in ("budget = 3", "landing_slots = 0", "SPECTRUMKV_SEED = 'x'"):
         assert part in str(caught.value)
+
+
+def test_a_merged_mapping_may_be_overridden(tmp_path: Path) -> None:
+    path = write(tmp_path, "sglang: {common: &b {budget: 0.4, seed: 3}}\nspectrumkv:\n  <<: *b\n  budget: 0.6\n")
+    config = load_config(path, environ={})
+    assert (config.budget, config.seed) == (0.6, 3)
+
+
+def test_what_stands_beside_the_section_is_what_a_launch_config_holds() -> None:
+    assert {*LAUNCH_CONFIG_KEYS, "spectrumkv"} == set(LaunchConfig.model_fields)
+
+
+# ---- the probe's record ----------------------------------------------------------------------------------------------
+
+
+def probe_section(**changes: object) -> dict[str, object]:
+    """A sealed record as it stands in a file, with ``changes`` made afterwards."""
+    config = load_config(environ={})
+    record = ProbeRecord.sealed(
+        verdict="low_allowed",
+        allowed_tiers=["high", "mid", "low"],
+        rule="all needle trials pass",
+        date="2026-01-02T03:04:05Z",
+        tool_version="1",
+        sglang_version="0.5.20",
+        policy=config.probed_policy(),
+        scores={"niah_passed": 3, "niah_trials": 3, "control_passed": 3, "gate": {}},
+        fingerprint={"weights": "w", "config": "c", "tokenizer": "t", "quantization": "none", "dtype": "bfloat16"},
+    )
+    return {**record.model_dump(mode="json"), **changes}
+
+
+def write_probe(tmp_path: Path, section: object) -> Path:
+    return write(tmp_path, yaml.safe_dump({"spectrumkv": {"probe": section}}, sort_keys=False))
+
+
+def test_a_probe_record_is_read_from_the_files_section(tmp_path: Path) -> None:
+    config = load_config(write_probe(tmp_path, probe_section()), environ={"SPECTRUMKV_BUDGET": "0.6"})
+    assert config.probe is not None
+    assert config.probe.allowed_tiers == (Tier.HIGH, Tier.MID, Tier.LOW)
+    assert not config.probe.edited
+    assert config.probe.policy.differences(config.probed_policy()) == []
+
+
+@pytest.mark.parametrize(
+    ("section", "parts"),
+    [
+        (probe_section(format=2), ["probe.format", "expected probe format 1, got 2"]),
+        (probe_section(format=True), ["probe.format", "got True"]),
+        (probe_section(verdict="fine"), ["probe.verdict", "got 'fine'"]),
+        (probe_section(allowed_tiers=["low"]), ["probe.allowed_tiers", "must contain high"]),
+        (probe_section(allowed_tiers=["high", "lowest"]), ["probe.allowed_tiers", "unknown tier 'lowest'"]),
+        (probe_section(policy={}), ["probe.policy.budget", "required"]),
+        (probe_section(extra=1), ["probe.extra", "not permitted"]),
+        ({}, ["probe.verdict", "required"]),
+        ([1], ["probe", "got [1]"]),
+        (True, ["probe", "not true or false"]),
+    ],
+)
+def test_a_corrupt_probe_section_says_to_probe_again(tmp_path: Path, section: object, parts: list[str]) -> None:
+    path = write_probe(tmp_path, section)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, environ={})
+    for part in [str(path), "run `spectrumkv probe` again", *parts]:
+        assert part in str(caught.value)
+
+
+def test_a_restricted_configuration_keeps_a_budget_that_it_no_longer_reaches() -> None:
+    config = load_config(environ={"SPECTRUMKV_BUDGET": "0.3", "SPECTRUMKV_SEED": "5"})
+    assert config.reachable_budget < 0.3  # computed before, and not carried over
+    restricted = config.restricted_to((Tier.HIGH, Tier.MID))
+    assert (restricted.budget, restricted.seed, restricted.allowed_tiers) == (0.3, 5, (Tier.HIGH, Tier.MID))
+    assert restricted.reachable_budget == pytest.approx(130 / 256)
+    assert config.allowed_tiers == (Tier.HIGH, Tier.MID, Tier.LOW)
 
 
 @pytest.mark.parametrize(("profile", "budget"), [("native-packed", 1.0), ("int8", 0.55), ("spectrum", 0.55)])

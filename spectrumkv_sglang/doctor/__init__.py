@@ -41,5 +41,5 @@ def _check_settings_and_model(
         section = Section("configuration")
         section.info("configuration", f"cannot be checked without {error.name}")
         return [section]
-    settings, config = check_settings(config_path, environ)
+    settings, config = check_settings(config_path, environ, model_directory)
     return [settings] if model_directory is None else [settings, check_model(model_directory, config)]

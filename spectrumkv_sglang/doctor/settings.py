@@ -8,12 +8,16 @@ from pathlib import Path
 
 from spectrumkv_sglang.config import ConfigError, SpectrumKVConfig, load_config
 from spectrumkv_sglang.doctor.findings import Section
+from spectrumkv_sglang.doctor.probe_record import check_probe
 
 CONFIG_VARIABLE = "SPECTRUMKV_CONFIG"
 
 
-def check_settings(path: Path | None, environ: Mapping[str, str]) -> tuple[Section, SpectrumKVConfig | None]:
-    """Loads the file (or the one that SPECTRUMKV_CONFIG names, or the defaults) with the environment over it."""
+def check_settings(
+    path: Path | None, environ: Mapping[str, str], model_directory: Path | None = None
+) -> tuple[Section, SpectrumKVConfig | None]:
+    """Loads the file (or the one that SPECTRUMKV_CONFIG names, or the defaults) with the environment over it, and says
+    what its probe record is worth for the model in ``model_directory`` (None: for any model)."""
     section = Section("configuration")
     source = str(path or environ.get(CONFIG_VARIABLE) or "defaults and environment")
     try:
@@ -28,6 +32,8 @@ def check_settings(path: Path | None, environ: Mapping[str, str]) -> tuple[Secti
     )
     if not config.enabled:
         section.warning("enabled", "false: every chunk takes SGLang's own path", "set enabled: true to use tiers")
+    else:
+        check_probe(section, config, model_directory)
     if config.transfer_log is not None:
         _check_transfer_log(section, config.transfer_log)
     return section, config

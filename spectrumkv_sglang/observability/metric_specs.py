@@ -87,6 +87,9 @@ ACHIEVED_BUDGET = MetricSpec(
 
 LANDING_SLOTS = MetricSpec("landing_slots", Kind.GAUGE, "Landing slots on decode, by state.", ("state",))
 STAGING_SLOTS = MetricSpec("staging_slots", Kind.GAUGE, "Staging slots on prefill, by state.", ("state",))
+PROBE_STATE = MetricSpec(
+    "probe_state", Kind.GAUGE, "1 for what the probe's record is worth for the served model, else 0.", ("state",)
+)
 CONFIG_INFO = MetricSpec(
     "config_info",
     Kind.GAUGE,
@@ -113,5 +116,6 @@ METRICS: tuple[MetricSpec, ...] = (
     ACHIEVED_BUDGET,
     LANDING_SLOTS,
     STAGING_SLOTS,
+    PROBE_STATE,
     CONFIG_INFO,
 )

@@ -17,7 +17,15 @@ from weakref import WeakKeyDictionary
 
 from spectrumkv_sglang.observability import metric_specs as specs
 from spectrumkv_sglang.observability.once import log_once
-from spectrumkv_sglang.observability.reasons import FailureCause, Path, Rejection, SlotState, TokenTier, Wait
+from spectrumkv_sglang.observability.reasons import (
+    FailureCause,
+    Path,
+    ProbeState,
+    Rejection,
+    SlotState,
+    TokenTier,
+    Wait,
+)
 from spectrumkv_sglang.observability.transfer_log import ChunkRecord
 
 if TYPE_CHECKING:
@@ -144,6 +152,12 @@ class TransferMetrics:
             allowed_tiers=",".join(allowed_tiers),
             scorer=scorer,
         ).set(1)
+
+    @_never_raises
+    def probe_state(self, state: ProbeState) -> None:
+        """Publishes what the probe's record is worth. Once per process."""
+        for candidate in ProbeState:
+            self._gauge(specs.PROBE_STATE, state=candidate.value).set(candidate is state)
 
     @_never_raises
     def chunk(self, record: ChunkRecord) -> None:

@@ -48,11 +48,29 @@ class Rejection(str, Enum):
     GARBAGE = "garbage"
 
 
+class ProbeState(str, Enum):
+    """What the probe's record is worth for the model and the policy that are served."""
+
+    VERIFIED = "verified"
+    NOT_NEEDED = "not_needed"
+    MISSING = "missing"
+    EDITED = "edited"
+    CHANGED = "changed"
+    NOT_PASSED = "not_passed"
+    WAIVED = "waived"
+
+    @property
+    def meaning(self) -> str:
+        """One line for logs and docs."""
+        return _PROBE_STATE_MEANING[self]
+
+
 class Reason(str, Enum):
     """Why a chunk travelled on its path."""
 
     TIERED = "tiered"
     BELOW_MIN_TOKENS = "below_min_tokens"
+    PEER_FORBIDS_TIER = "peer_forbids_tier"
 
     PEER_WITHOUT_SPECTRUMKV = "peer_without_spectrumkv"
     PROTOCOL_VERSION = "protocol_version"
@@ -68,6 +86,7 @@ class Reason(str, Enum):
     UNSUPPORTED_POOL = "unsupported_pool"
     UNSUPPORTED_DTYPE = "unsupported_dtype"
     GEOMETRY_MISMATCH = "geometry_mismatch"
+    TIER_FORBIDDEN = "tier_forbidden"
     ROOM_UNKNOWN_TO_PLUGIN = "room_unknown_to_plugin"
     POOL_EXHAUSTED = "pool_exhausted"
     OPEN_TIMEOUT = "open_timeout"
@@ -81,7 +100,8 @@ class Reason(str, Enum):
     @property
     def path(self) -> Path:
         """The path that this reason belongs to: a reason never occurs on both."""
-        return Path.TIERED if self in (Reason.TIERED, Reason.BELOW_MIN_TOKENS) else Path.NATIVE
+        tiered = (Reason.TIERED, Reason.BELOW_MIN_TOKENS, Reason.PEER_FORBIDS_TIER)
+        return Path.TIERED if self in tiered else Path.NATIVE
 
     @property
     def meaning(self) -> str:
@@ -99,6 +119,7 @@ class FailureCause(str, Enum):
     STALE_GENERATION = "stale_generation"
     ROOM_GONE = "room_gone"
     PAGE_RANGE = "page_range"
+    TIER_UNDECLARED = "tier_undeclared"
     COMMIT_TIMEOUT = "commit_timeout"
     DTYPE_MISMATCH = "dtype_mismatch"
     BAD_MESSAGE = "bad_message"
@@ -112,9 +133,20 @@ class FailureCause(str, Enum):
         return _FAILURE_MEANING[self]
 
 
+_PROBE_STATE_MEANING: dict[ProbeState, str] = {
+    ProbeState.VERIFIED: "this model passed the probe with this policy: the tiers that its record allows are in use",
+    ProbeState.NOT_NEEDED: "neither the low tier nor a precision under 8 bits is configured, or nothing is tiered",
+    ProbeState.MISSING: "the configuration holds no probe record",
+    ProbeState.EDITED: "the probe record was changed after the probe wrote it",
+    ProbeState.CHANGED: "another model or policy was probed than is served",
+    ProbeState.NOT_PASSED: "the probe does not allow the low tier for this model",
+    ProbeState.WAIVED: "`require_probe: false`: all configured tiers are in use without a probe",
+}
+
 _REASON_MEANING: dict[Reason, str] = {
     Reason.TIERED: "packed in tiers chosen from importance and the budget",
     Reason.BELOW_MIN_TOKENS: "shorter than min_tokens: packed at native precision",
+    Reason.PEER_FORBIDS_TIER: "packed without tiers that decode forbids: probe and configure both sides alike",
     Reason.PEER_WITHOUT_SPECTRUMKV: "decode sent no SpectrumKV handshake: start it with this backend too",
     Reason.PROTOCOL_VERSION: "the peer speaks another protocol version: finish the rolling upgrade",
     Reason.DISABLED: "SpectrumKV is switched off by `enabled: false`",
@@ -129,6 +161,7 @@ _REASON_MEANING: dict[Reason, str] = {
     Reason.UNSUPPORTED_POOL: "the KV pool has a layout that SpectrumKV does not know: not tiered",
     Reason.UNSUPPORTED_DTYPE: "the KV dtype is not float32, float16 or bfloat16: not tiered",
     Reason.GEOMETRY_MISMATCH: "layers, heads, head size or page size differ between the peers: serve one model",
+    Reason.TIER_FORBIDDEN: "decode forbids a precision that this profile needs: probe and configure both sides alike",
     Reason.ROOM_UNKNOWN_TO_PLUGIN: "the room was registered before SpectrumKV saw it: harmless after a restart",
     Reason.POOL_EXHAUSTED: "decode had no free landing slot within slot_wait_s: raise landing_slots",
     Reason.OPEN_TIMEOUT: "decode did not answer OPEN within open_timeout_s: can prefill reach its control port?",
@@ -148,6 +181,7 @@ _FAILURE_MEANING: dict[FailureCause, str] = {
     FailureCause.STALE_GENERATION: "a COMMIT named a slot that had been given to someone else since",
     FailureCause.ROOM_GONE: "decode had aborted or finished the room",
     FailureCause.PAGE_RANGE: "a COMMIT named pages outside those that decode allocated for the room",
+    FailureCause.TIER_UNDECLARED: "a COMMIT used a tier that its OPEN had not declared: report it, with both versions",
     FailureCause.COMMIT_TIMEOUT: "decode did not answer COMMIT within unpack_timeout_s",
     FailureCause.DTYPE_MISMATCH: "prefill and decode keep KV in different dtypes: set one --dtype for both",
     FailureCause.BAD_MESSAGE: "a control message could not be read: another version or another program on the port",

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import yaml
 from numpy.typing import NDArray
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError, model_validator
 
 from spectrumkv_sglang.kernels.precision import Precision
 from spectrumkv_sglang.kernels.quantisers import quantiser_for
@@ -40,8 +40,13 @@ def _tier_from_label(value: Any) -> Any:
     return value if isinstance(value, Tier) else Tier.from_label(str(value))
 
 
-ProfilePrecision = Annotated[Precision, BeforeValidator(_precision_from_label)]
-ProfileTier = Annotated[Tier, BeforeValidator(_tier_from_label)]
+def _label(value: Precision | Tier) -> str:
+    return value.name.lower()
+
+
+# Dumped as profile files spell them, so that a profile made by a program can be written as one.
+ProfilePrecision = Annotated[Precision, BeforeValidator(_precision_from_label), PlainSerializer(_label)]
+ProfileTier = Annotated[Tier, BeforeValidator(_tier_from_label), PlainSerializer(_label)]
 AxisIndex = Annotated[int, Field(ge=0, strict=True)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,8 +49,16 @@ class BytesSent:
         return min(1.5, max(0.0, (budget * (self.native + native_bytes) - self.wire) / native_bytes))
 
 
+@dataclass(frozen=True)
+class _Policy:
+    """What the profile comes to with some of its tiers."""
+
+    table: PrecisionTable
+    usable_tiers: tuple[Tier, ...]
+
+
 class ChunkPlanner:
-    """Plans chunks of one prefill rank. Thread-safe: it only reads.
+    """Plans chunks of one prefill rank. Thread-safe: it only reads, but for tables that it may compute twice.
 
     Args:
         scores: attention scores by pool slot; None when the scorer is a rule.
@@ -58,8 +67,8 @@ class ChunkPlanner:
     def __init__(self, view: PoolView, config: SpectrumKVConfig, scorer: Scorer, scores: SlotScores | None) -> None:
         self._view, self._config, self._scorer, self._scores = view, config, scorer, scores
         self._profile = load_profile(config.profile)
-        self._table = self._profile.table(view.geometry, config.allowed_tiers)
-        self._usable_tiers = self._profile.usable_tiers(config.allowed_tiers)
+        self._policies: dict[tuple[Tier, ...], _Policy] = {}
+        self._policy(config.allowed_tiers)
         self._native_profile: Profile = load_profile(NATIVE_PACKED)
         self._native_table = self._native_profile.table(view.geometry)
 
@@ -72,6 +81,7 @@ class ChunkPlanner:
         prompt_tokens: int,
         slot_bytes: int,
         sent_before: BytesSent = BytesSent(),
+        peer_allowed_tiers: Collection[int] = tuple(Tier),
     ) -> PlannedChunk:
         """Plan the chunk that lies in prefill's ``pages`` and starts at ``first_position`` of the prompt.
 
@@ -80,6 +90,7 @@ class ChunkPlanner:
             slot_bytes: largest payload, bytes.
             sent_before: the room's earlier chunks; the budget holds for the room as a whole, so a chunk that was
                 too short for it is made up for by the next.
+            peer_allowed_tiers: tiers that decode accepts; only those that both sides allow are used.
 
         Raises:
             PayloadError: one page does not fit a slot.
@@ -94,9 +105,20 @@ class ChunkPlanner:
         )
         importance = self._importance(room, pages, first_position, rows)
         budget = sent_before.budget_of_next(rows * self._view.geometry.native_bytes_per_token, self._config.budget)
-        plan = self._plan(importance, self._table, budget, slot_bytes, sinks, self._usable_tiers, preferred=recent)
-        missed = len(self._usable_tiers) > 1 and not plan.reachable
-        return PlannedChunk(plan, self._table, self._profile.name, Reason.TIERED, missed)
+        ours = self._policy(self._config.allowed_tiers)
+        both = self._policy(tuple(tier for tier in self._config.allowed_tiers if tier in peer_allowed_tiers))
+        plan = self._plan(importance, both.table, budget, slot_bytes, sinks, both.usable_tiers, preferred=recent)
+        missed = len(both.usable_tiers) > 1 and not plan.reachable
+        reason = Reason.TIERED if both.usable_tiers == ours.usable_tiers else Reason.PEER_FORBIDS_TIER
+        return PlannedChunk(plan, both.table, self._profile.name, reason, missed)
+
+    def _policy(self, allowed_tiers: tuple[Tier, ...]) -> _Policy:
+        policy = self._policies.get(allowed_tiers)
+        if policy is None:
+            policy = self._policies[allowed_tiers] = _Policy(
+                self._profile.table(self._view.geometry, allowed_tiers), self._profile.usable_tiers(allowed_tiers)
+            )
+        return policy
 
     def _plan(
         self,

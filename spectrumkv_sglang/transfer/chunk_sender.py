@@ -162,6 +162,7 @@ class ChunkSender:
                 page_count=len(task.pages),
                 geometry_digest=self._view.geometry.digest(),
                 table=task.table.to_bytes(),
+                tiers=np.unique(task.tiers).tolist(),
                 slots_wanted=wanted,
                 wait_seconds=self._config.slot_wait_s,
             )

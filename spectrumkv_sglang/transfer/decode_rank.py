@@ -45,6 +45,7 @@ class DecodeRank:
                 pool=self._pool,
                 rooms=self.rooms,
                 metrics=metrics,
+                allowed_tiers=config.allowed_tiers,
                 bind_host=bind_host,
                 advertised_host=host if bind_host in _EVERY_ADDRESS else bind_host,
                 lease_seconds=config.lease_s,
@@ -65,6 +66,7 @@ class DecodeRank:
             page_size=geometry.page_size,
             slot_bytes=config.slot_bytes,
             landing_slots=config.landing_slots,
+            allowed_tiers=[int(tier) for tier in config.allowed_tiers],
         )
         self.handshake_frame = encode_handshake(self.handshake)
 

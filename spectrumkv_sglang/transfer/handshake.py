@@ -11,8 +11,9 @@ from typing import Annotated
 
 import msgspec
 
+from spectrumkv_sglang.profiles.tier import Tier
 from spectrumkv_sglang.transfer.errors import ControlMessageError
-from spectrumkv_sglang.transfer.messages import open_envelope, seal_envelope
+from spectrumkv_sglang.transfer.messages import TierList, open_envelope, seal_envelope
 
 MAGIC = b"SKVH"
 REGISTRATION_MARK = b"None"
@@ -35,6 +36,7 @@ class Handshake(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     page_size: Count
     slot_bytes: Annotated[int, msgspec.Meta(ge=1)]
     landing_slots: Count
+    allowed_tiers: TierList  # those that decode accepts; HIGH is among them
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -50,9 +52,12 @@ def decode_handshake(frame: bytes) -> Handshake:
     """Parse a handshake frame. Raises ControlMessageError (garbage, truncated, other version)."""
     body = open_envelope(frame, MAGIC, "handshake")
     try:
-        return _decoder.decode(body)
+        handshake = _decoder.decode(body)
     except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
         raise ControlMessageError(f"handshake of {len(frame)} bytes is malformed: {error}") from error
+    if Tier.HIGH not in handshake.allowed_tiers:
+        raise ControlMessageError(f"handshake: expected high among the allowed tiers, got {handshake.allowed_tiers}")
+    return handshake
 
 
 def append_handshake(frames: list[bytes], handshake_frame: bytes) -> list[bytes]:

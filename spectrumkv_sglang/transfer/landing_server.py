@@ -23,6 +23,7 @@ from spectrumkv_sglang.observability.once import log_once
 from spectrumkv_sglang.observability.reasons import FailureCause, Reason, Rejection
 from spectrumkv_sglang.payload.errors import PayloadError
 from spectrumkv_sglang.payload.precision_table import PrecisionTable
+from spectrumkv_sglang.profiles.tier import Tier
 from spectrumkv_sglang.transfer.errors import ChunkFailedError, ControlMessageError
 from spectrumkv_sglang.transfer.messages import (
     MAX_MESSAGE_BYTES,
@@ -42,6 +43,7 @@ from spectrumkv_sglang.transfer.pool_view import PoolView
 from spectrumkv_sglang.transfer.rooms import RoomRegistry
 from spectrumkv_sglang.transfer.slot_memory import SlotMemory
 from spectrumkv_sglang.transfer.slot_pool import Slot, SlotPool
+from spectrumkv_sglang.transfer.tier_agreement import forbidden_in
 from spectrumkv_sglang.transfer.unpacking import UnpackJob, unpack_commit
 
 logger = logging.getLogger(__name__)
@@ -84,6 +86,7 @@ class LandingServer:
     """Serves one decode rank's landing slots.
 
     Args:
+        allowed_tiers: token tiers that may be unpacked here. Without LOW, no tier may hold a precision under 8 bits.
         bind_host: address to bind the control socket to; a random port is chosen.
         advertised_host: address of this host that prefill ranks reach the control socket at.
         lease_seconds: a chunk from which nothing was heard for this long is given up and its slots quarantined.
@@ -101,6 +104,7 @@ class LandingServer:
         pool: SlotPool,
         rooms: RoomRegistry,
         metrics: TransferMetrics,
+        allowed_tiers: tuple[Tier, ...],
         bind_host: str,
         advertised_host: str,
         lease_seconds: float,
@@ -108,6 +112,7 @@ class LandingServer:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._view, self._memory, self._pool, self._rooms, self._metrics = view, memory, pool, rooms, metrics
+        self._allowed_tiers = allowed_tiers
         self._lease_seconds, self._slot_wait_seconds, self._clock = lease_seconds, slot_wait_seconds, clock
         self._chunks: dict[ChunkKey, _OpenChunk] = {}
         self._waiting: list[_Waiting] = []
@@ -231,6 +236,7 @@ class LandingServer:
             return
         try:
             table = PrecisionTable.from_bytes(message.table, self._view.geometry)
+            forbidden = forbidden_in(table, message.tiers, self._allowed_tiers)
             registration = self._rooms.registration(message.room, message.page_start, message.page_count)
         except PayloadError as error:
             self._reply(key, Refused(key[1], Reason.CONTROL_ERROR.value, str(error)))
@@ -238,6 +244,11 @@ class LandingServer:
         except ChunkFailedError as error:
             self._metrics.failure(error.cause)
             self._reply(key, Refused(key[1], error.cause.value, str(error)))
+            return
+        if forbidden:
+            text = f"room {message.room} was to be sent with {forbidden}"
+            log_once(logger, logging.WARNING, "tier-forbidden", f"refused a chunk, which then travels natively: {text}")
+            self._reply(key, Refused(key[1], Reason.TIER_FORBIDDEN.value, text[:1024]))
             return
         chunk = _OpenChunk(message, registration, table, last_seen=self._clock())
         if not self._waiting and self._grant(key, chunk):
@@ -307,6 +318,15 @@ class LandingServer:
                 commit,
                 FailureCause.PAGE_RANGE,
                 f"pages {commit.page_start}+{commit.page_count} lie outside the opened range {begin}..{end - 1}",
+            )
+            return
+        undeclared = [tier for tier, rows in enumerate(commit.rows_per_tier) if rows and tier not in chunk.open.tiers]
+        if undeclared:
+            self._fail(
+                key,
+                commit,
+                FailureCause.TIER_UNDECLARED,
+                f"rows of tiers {undeclared} arrived, OPEN declared only {chunk.open.tiers}",
             )
             return
         chunk.unpacking.add(commit.slot)

@@ -19,13 +19,14 @@ from spectrumkv_sglang import sglang_compat
 from spectrumkv_sglang.config import load_config
 from spectrumkv_sglang.observability.metrics import TransferMetrics
 from spectrumkv_sglang.observability.once import flush_log_once, log_once
-from spectrumkv_sglang.observability.reasons import FailureCause, Reason
+from spectrumkv_sglang.observability.reasons import FailureCause, ProbeState, Reason
 from spectrumkv_sglang.transfer.decode_rank import DecodeRank
 from spectrumkv_sglang.transfer.errors import GoNativeError
 from spectrumkv_sglang.transfer.handshake import RegistrationSocket
 from spectrumkv_sglang.transfer.pool_view import PoolView, view_pool
 from spectrumkv_sglang.transfer.prefill_rank import NativeResult, OutgoingChunk, PrefillRank
 from spectrumkv_sglang.transfer.slot_memory import RegistrationError
+from spectrumkv_sglang.transfer.tier_enforcement import enforce_tiers
 from spectrumkv_sglang.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ class SpectrumKVManager(MooncakeKVManager):  # type: ignore[misc]
         self.decode_rank: DecodeRank | None = None
         self._forward_events: OrderedDict[tuple[int, int], Any] = OrderedDict()
         self.spectrumkv_config = load_config()
+        self._server_args = server_args
         self._role = "prefill" if disaggregation_mode.value == "prefill" else "decode"
         self._metrics = TransferMetrics(
             "prefill" if self._role == "prefill" else "decode",
@@ -76,7 +78,8 @@ class SpectrumKVManager(MooncakeKVManager):  # type: ignore[misc]
         """Learn the rank's KV pool; called once, before the scheduler serves. Returns the view of a tierable pool.
 
         Raises:
-            SpectrumKVError: ``control_host`` cannot be bound; the server does not start.
+            SpectrumKVError: ``control_host`` cannot be bound, or the probe's record does not allow to serve the model;
+                the server does not start.
         """
         config = self.spectrumkv_config
         view: PoolView | GoNativeError
@@ -92,6 +95,16 @@ class SpectrumKVManager(MooncakeKVManager):  # type: ignore[misc]
             )
         except GoNativeError as reason:
             view = reason
+        if isinstance(view, PoolView) and config.enabled:
+            config = self.spectrumkv_config = enforce_tiers(
+                config,
+                sglang_compat.served_model(self._server_args),
+                view.geometry.dtype,
+                self._metrics,
+                speaks=int(self.kv_args.engine_rank) == 0,
+            )
+        else:
+            self._metrics.probe_state(ProbeState.NOT_NEEDED)
         engine = sglang_compat.mooncake_engine(self)
         if self._role == "prefill":
             self.prefill_rank = self._make_prefill_rank(view, engine)
@@ -108,16 +121,17 @@ class SpectrumKVManager(MooncakeKVManager):  # type: ignore[misc]
             version=__version__,
             profile=config.profile,
             budget=config.budget,
-            allowed_tiers=[tier.name.lower() for tier in config.allowed_tiers],
+            allowed_tiers=[tier.label for tier in config.allowed_tiers],
             scorer=config.scorer,
         )
         if isinstance(view, PoolView) and config.enabled:
             logger.info(
-                "SpectrumKV %s on %s: tiered KV, profile %s, budget %s, %s",
+                "SpectrumKV %s on %s: tiered KV, profile %s, budget %s, tiers %s, %s",
                 __version__,
                 self._role,
                 config.profile,
                 config.budget,
+                ", ".join(tier.label for tier in config.allowed_tiers),
                 view.geometry,
             )
             return view

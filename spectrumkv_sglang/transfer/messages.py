@@ -5,7 +5,7 @@ by one msgpack-encoded tagged struct. Decoding is strict: unknown tags, missing 
 version, truncation and trailing bytes all raise :class:`ControlMessageError` that names what was expected.
 
     prefill                                        decode
-    Open(room, geometry, table, slots_wanted)  ->
+    Open(room, geometry, table, tiers, ...)    ->
                                                <-  Granted(slots) | Refused(code)
     (one Mooncake write into a landing slot)
     Commit(slot, generation, page range, ...)  ->
@@ -24,7 +24,7 @@ from spectrumkv_sglang.payload.precision_table import MAX_TIERS
 from spectrumkv_sglang.transfer.errors import ControlMessageError
 
 MAGIC = b"SKVC"
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_MESSAGE_BYTES = 4 << 20
 MOST_GRANTED_SLOTS = 16  # a chunk's pipeline keeps no more busy
 _ENVELOPE = struct.Struct("<4sHH")
@@ -32,6 +32,9 @@ _ENVELOPE = struct.Struct("<4sHH")
 U32 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 # msgpack has unsigned 64-bit integers, which msgspec bounds only below 2**63: the range is checked where it is used.
 U64 = Annotated[int, msgspec.Meta(ge=0)]
+TierList = Annotated[
+    list[Annotated[int, msgspec.Meta(ge=0, lt=MAX_TIERS)]], msgspec.Meta(min_length=1, max_length=MAX_TIERS)
+]
 Text = Annotated[str, msgspec.Meta(max_length=2048)]
 
 
@@ -47,6 +50,7 @@ class Open(_Message, frozen=True):
     page_count: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
     geometry_digest: U64
     table: Annotated[bytes, msgspec.Meta(max_length=1 << 20)]  # PrecisionTable.to_bytes()
+    tiers: TierList  # those that the chunk's rows use; a COMMIT with any other is refused
     slots_wanted: Annotated[int, msgspec.Meta(ge=1, le=MOST_GRANTED_SLOTS)]
     wait_seconds: Annotated[float, msgspec.Meta(ge=0, le=3600)]
 

@@ -25,7 +25,7 @@ from spectrumkv_sglang.observability.reasons import FailureCause, Path, Reason
 from spectrumkv_sglang.observability.transfer_log import ChunkRecord, TokensByTier, TransferLog
 from spectrumkv_sglang.payload.errors import PayloadError
 from spectrumkv_sglang.profiles.tier import Tier
-from spectrumkv_sglang.transfer.chunk_planner import BytesSent, ChunkPlanner
+from spectrumkv_sglang.transfer.chunk_planner import BytesSent, ChunkPlanner, PlannedChunk
 from spectrumkv_sglang.transfer.chunk_sender import ChunkSender, ChunkTask
 from spectrumkv_sglang.transfer.control_channel import ControlChannels
 from spectrumkv_sglang.transfer.errors import ChunkFailedError, ControlMessageError, GoNativeError
@@ -34,6 +34,7 @@ from spectrumkv_sglang.transfer.mooncake_writes import MooncakeWrites
 from spectrumkv_sglang.transfer.pool_view import PoolView
 from spectrumkv_sglang.transfer.slot_memory import SlotMemory
 from spectrumkv_sglang.transfer.slot_pool import SlotPool
+from spectrumkv_sglang.transfer.tier_agreement import forbidden_in
 
 logger = logging.getLogger(__name__)
 
@@ -159,10 +160,12 @@ class PrefillRank:
                 prompt_tokens=chunk.prefix_tokens + chunk.room_pages * self._page_size,
                 slot_bytes=min(self._config.slot_bytes, peer.slot_bytes),
                 sent_before=self._sent.get((chunk.room, chunk.session), BytesSent()),
+                peer_allowed_tiers=peer.allowed_tiers,
             )
         except PayloadError as error:
             raise GoNativeError(Reason.PAYLOAD_TOO_LARGE, str(error)) from error
         plan = planned.plan
+        self._require_agreement(planned, peer)
         if planned.budget_missed and chunk.last_chunk:  # the chunks after an earlier one make up for it
             self._metrics.budget_unreachable()
             log_once(
@@ -232,6 +235,22 @@ class PrefillRank:
                 f"prefill has {ours}, decode (layers, kv heads, head dim, v head dim, page size) = {theirs}",
             )
         return self._view, peer
+
+    def _require_agreement(self, planned: PlannedChunk, peer: Handshake) -> None:
+        """Say which tiers are not used for decode's sake; what decode would refuse goes native without asking it."""
+        forbidden = forbidden_in(planned.table, np.unique(planned.plan.tiers).tolist(), peer.allowed_tiers)
+        if forbidden:
+            raise GoNativeError(Reason.TIER_FORBIDDEN, f"it would travel with {forbidden}")
+        if planned.reason is Reason.PEER_FORBIDS_TIER:
+            ours = ", ".join(tier.label for tier in self._config.allowed_tiers)
+            theirs = ", ".join(tier.label for tier in self._config.allowed_tiers if tier in peer.allowed_tiers)
+            log_once(
+                logger,
+                logging.WARNING,
+                "peer-forbids-tier",
+                f"prefill allows tiers {ours}, decode at {peer.control_endpoint} of these only {theirs}, so only these "
+                "are used: its log says why; probe and configure both sides alike",
+            )
 
     def _sender(self, view: PoolView) -> ChunkSender:
         sender: ChunkSender | None = getattr(self._per_thread, "sender", None)

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from spectrumkv_sglang.observability.metric_specs import METRICS, PROCESS_LABELS, Kind
 from spectrumkv_sglang.observability.metrics import TransferMetrics
-from spectrumkv_sglang.observability.reasons import FailureCause, Path, Reason, Rejection, Wait
+from spectrumkv_sglang.observability.reasons import FailureCause, Path, ProbeState, Reason, Rejection, Wait
 from spectrumkv_sglang.observability.transfer_log import ChunkRecord, TokensByTier
 
 DOCS = FilePath(__file__).parents[2] / "docs" / "metrics.md"
@@ -155,6 +155,14 @@ def test_recording_never_raises(metrics: TransferMetrics, caplog: pytest.LogCapt
     assert "transfers go on" in message
 
 
+def test_one_probe_state_holds_at_a_time(registry: CollectorRegistry, metrics: TransferMetrics) -> None:
+    metrics.probe_state(ProbeState.MISSING)
+    metrics.probe_state(ProbeState.VERIFIED)
+    assert {state: value(registry, "probe_state", state=state.value) for state in ProbeState} == {
+        state: float(state is ProbeState.VERIFIED) for state in ProbeState
+    }
+
+
 def test_threads_lose_no_count(registry: CollectorRegistry, metrics: TransferMetrics) -> None:
     threads = [threading.Thread(target=lambda: [metrics.chunk(tiered_chunk()) for _ in range(200)]) for _ in range(4)]
     for thread in threads:
@@ -215,6 +223,7 @@ def test_docs_explain_every_reason_and_failure() -> None:
         [reason.path.value, reason.value, reason.meaning.replace("`", "")] for reason in Reason
     ]
     assert documented_rows("Failures") == [[cause.value, cause.meaning] for cause in FailureCause]
+    assert documented_rows("Probe states") == [[state.value, state.meaning.replace("`", "")] for state in ProbeState]
 
 
 def test_names_follow_prometheus_and_sglang() -> None:

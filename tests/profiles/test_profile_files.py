@@ -28,7 +28,7 @@ NATIVE, INT8, FP8, INT4 = Precision.NATIVE, Precision.INT8, Precision.FP8_E4M3, 
         ("fp8", {Tier.HIGH: (FP8, FP8)}),
         ("spectrum", {Tier.HIGH: (NATIVE, NATIVE), Tier.MID: (INT8, INT8), Tier.LOW: (INT4, INT4)}),
         ("spectrum-safe", {Tier.HIGH: (NATIVE, NATIVE), Tier.MID: (INT8, INT8)}),
-        ("k8v4", {Tier.HIGH: (INT8, INT4)}),
+        ("k8v4", {Tier.HIGH: (NATIVE, NATIVE), Tier.MID: (INT8, INT8), Tier.LOW: (INT8, INT4)}),
     ],
 )
 def test_shipped_profile(name: str, expected: dict[Tier, tuple[Precision, Precision]]) -> None:
@@ -164,7 +164,7 @@ def test_unknown_names_and_missing_files(tmp_path: Path) -> None:
 def test_distortion_is_the_mean_over_the_cells() -> None:
     d8, d4 = quantiser_for(INT8).relative_distortion, quantiser_for(INT4).relative_distortion
     assert tier_distortion(load_profile("spectrum").table(GEOMETRY)) == pytest.approx([0.0, d8, d4])
-    assert tier_distortion(load_profile("k8v4").table(GEOMETRY)) == pytest.approx([(d8 + d4) / 2] * 3)
+    assert tier_distortion(load_profile("k8v4").table(GEOMETRY)) == pytest.approx([0.0, d8, (d8 + d4) / 2])
     assert 0 < d8 < d4 < 1
 
 

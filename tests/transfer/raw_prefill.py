@@ -70,6 +70,7 @@ class RawPrefill:
             "page_count": pages,
             "geometry_digest": self.source.geometry.digest(),
             "table": self.table.to_bytes(),
+            "tiers": [0],
             "slots_wanted": 1,
             "wait_seconds": 1.0,
         }

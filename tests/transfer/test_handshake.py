@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spectrumkv_sglang.payload.precision_table import MAX_TIERS
 from spectrumkv_sglang.transfer.errors import ControlMessageError
 from spectrumkv_sglang.transfer.handshake import (
     HANDSHAKE_FRAME_INDEX,
@@ -42,8 +43,9 @@ HANDSHAKES = st.builds(
     page_size=COUNT,
     slot_bytes=st.integers(1, 2**64 - 1),
     landing_slots=COUNT,
+    allowed_tiers=st.lists(st.integers(1, MAX_TIERS - 1), max_size=MAX_TIERS - 1).map([0].__add__),
 )
-HANDSHAKE = Handshake("tcp://10.0.0.7:50123", 2**63, "bfloat16", 30, 3, 64, 64, 16, 16 << 20, 8)
+HANDSHAKE = Handshake("tcp://10.0.0.7:50123", 2**63, "bfloat16", 30, 3, 64, 64, 16, 16 << 20, 8, [0, 1])
 FRAME = encode_handshake(HANDSHAKE)
 FIELDS = msgspec.to_builtins(HANDSHAKE)
 SGLANG_FRAMES = st.lists(st.binary(max_size=12), max_size=HANDSHAKE_FRAME_INDEX)
@@ -115,6 +117,11 @@ def test_missing_fields_are_refused(name: str) -> None:
         {"page_size": None},
         {"slot_bytes": 0},
         {"landing_slots": "8"},
+        {"allowed_tiers": []},
+        {"allowed_tiers": [1, 2]},
+        {"allowed_tiers": [0, MAX_TIERS]},
+        {"allowed_tiers": [0] * (MAX_TIERS + 1)},
+        {"allowed_tiers": "high"},
         {"kv_dtype": 7},
         {"layers": [[]] * 3},
     ],
@@ -258,4 +265,4 @@ def test_the_installed_sglang_reads_the_same_registration_with_and_without_hands
             assert handshake == FRAME
         assert parsed(messages[0]) != parsed(messages[1])  # the comparison can fail
         sglang.stdin.close()
-        assert sglang.wait(20) == 0
+        assert sglang.wait(90) == 0

@@ -40,7 +40,16 @@ GRANTS = st.lists(st.builds(SlotGrant, U32, U64, U64), min_size=1, max_size=MOST
 SECONDS = st.floats(0, 3600)
 FROM_PREFILL: st.SearchStrategy[PrefillMessage] = st.one_of(
     st.builds(
-        Open, U64, U64, U32, PAGE_COUNT, U64, st.binary(max_size=300), st.integers(1, MOST_GRANTED_SLOTS), SECONDS
+        Open,
+        U64,
+        U64,
+        U32,
+        PAGE_COUNT,
+        U64,
+        st.binary(max_size=300),
+        st.lists(st.integers(0, MAX_TIERS - 1), min_size=1, max_size=MAX_TIERS),
+        st.integers(1, MOST_GRANTED_SLOTS),
+        SECONDS,
     ),
     st.builds(
         Commit,
@@ -65,7 +74,7 @@ FROM_DECODE: st.SearchStrategy[DecodeMessage] = st.one_of(
 )
 # One message of each kind, with the decoder of its direction.
 EXAMPLES: list[tuple[Any, Any]] = [
-    (Open(1, 2**63, 0, 900, 2**64 - 1, b"\3" + b"\0" * 30, 4, 1.0), decode_from_prefill),
+    (Open(1, 2**63, 0, 900, 2**64 - 1, b"\3" + b"\0" * 30, [0, 2], 4, 1.0), decode_from_prefill),
     (Commit(1, 2, 3, 4, 5, 6, [1, 2, 3], b"\0\1", 70_000, 2**64 - 1), decode_from_prefill),
     (Close(1, [0, 7]), decode_from_prefill),
     (Granted(1, [SlotGrant(0, 1, 2**47), SlotGrant(1, 9, 2**47 + 4096)], 4096), decode_from_decode),
@@ -195,6 +204,10 @@ OUT_OF_RANGE = [
     (0, {"page_start": -1}),
     (0, {"page_count": 0}),
     (0, {"page_count": 2**31}),
+    (0, {"tiers": []}),
+    (0, {"tiers": [MAX_TIERS]}),
+    (0, {"tiers": [-1]}),
+    (0, {"tiers": [0] * (MAX_TIERS + 1)}),
     (0, {"slots_wanted": 0}),
     (0, {"slots_wanted": MOST_GRANTED_SLOTS + 1}),
     (0, {"wait_seconds": -0.1}),

@@ -138,7 +138,7 @@ def test_claims_that_contradict_each_other_are_refused(
     rank, source = make_rank(), make_prefill()
     raw, pages = make_raw(source, rank), source.some_pages(8)
     rank.open_room(1, len(pages))
-    [grant] = raw.grants(1, len(pages))
+    [grant] = raw.grants(1, len(pages), tiers=[0, 1, 2])
     for lie in (
         {"tier_map": b""},
         {"tier_map": b"\xff\xff"},

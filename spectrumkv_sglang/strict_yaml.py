@@ -1,0 +1,32 @@
+"""YAML that says everything once: a key given twice is refused, where PyYAML silently takes the last."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """SafeLoader that refuses duplicate keys. A key may still override what a merge (``<<``) brings."""
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)
+        seen = set()
+        for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                continue
+            if key_node.value in seen:
+                raise yaml.composer.ComposerError(
+                    "while reading a mapping",
+                    node.start_mark,
+                    f"found {key_node.value!r} twice: keep one",
+                    key_node.start_mark,
+                )
+            seen.add(key_node.value)
+        return node
+
+
+def load_yaml(text: str) -> Any:
+    """The one document in ``text``. Raises yaml.YAMLError, also for a key that a mapping states twice."""
+    return yaml.load(text, _UniqueKeys)

@@ -1,0 +1,1 @@
+"""Is the served model, with the served policy, the one that was probed?"""
