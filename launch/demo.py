@@ -43,6 +43,7 @@ from spectrumkv_sglang.launch.servers import (
     Server,
     ServerSpec,
     SGLangServer,
+    default_backend,
     detect_device,
 )
 from spectrumkv_sglang.launch.sglang_versions import DEFAULT_BUILD_DIR, installed_version
@@ -51,7 +52,6 @@ from spectrumkv_sglang.launch.transfer_log_reader import TransferLogReader, requ
 PROMPTS: tuple[Prompt, ...] = (SHORT_PROMPTS[1], SHORT_PROMPTS[3], *LONG_PROMPTS)
 _LOG_DIR = DEFAULT_LOG_DIR / "demo"
 _WIDTH_OF_A_FILE = 110
-_INFINIBAND = Path("/sys/class/infiniband")
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,6 @@ class ProfilePair:
     prefill: SGLangServer
     router: Router | None
     log: TransferLogReader | None
-
-
-def default_backend() -> str:
-    """``spectrumkv`` on a machine with an RDMA device, ``spectrumkv_tcp`` elsewhere."""
-    has_rdma = _INFINIBAND.is_dir() and any(_INFINIBAND.iterdir())
-    return "spectrumkv" if has_rdma else "spectrumkv_tcp"
 
 
 class Demo:

@@ -40,6 +40,7 @@ LOOPBACK_ADDRESS = "127.0.0.1"
 DEFAULT_LOG_DIR = DEFAULT_BUILD_DIR / "logs"
 READY_TIMEOUT_SECONDS = 600.0
 CPU_SHIMS = Path(__file__).parent / "cpu_shims"
+_INFINIBAND = Path("/sys/class/infiniband")
 
 # Below the kernel's range for outgoing connections, above the range in which Mooncake listens (15000-17000).
 _PORT_RANGE = range(18000, 32000)
@@ -89,6 +90,12 @@ def detect_device() -> Device:
     return Device.CUDA if listing.returncode == 0 and "GPU" in listing.stdout else Device.CPU
 
 
+def default_backend() -> str:
+    """``spectrumkv`` on a machine with an RDMA device, ``spectrumkv_tcp`` elsewhere."""
+    has_rdma = _INFINIBAND.is_dir() and any(_INFINIBAND.iterdir())
+    return "spectrumkv" if has_rdma else "spectrumkv_tcp"
+
+
 def free_port(namespace: NetworkNamespace | None = None) -> int:
     """Return a TCP port on which nothing listens; this process never gets the same one twice."""
     with namespace.entered() if namespace is not None else nullcontext():
@@ -112,12 +119,14 @@ class ServerSpec:
 
     Attributes:
         role: plain, prefill or decode.
-        model: the model's directory.
+        model: the model's directory; text is passed on as it is (a hub id).
         backend: value of ``--disaggregation-transfer-backend``; not used by a plain server.
         device: CPU or GPU.
         sglang: another SGLang release than the installed one (see ``sglang_versions``).
         host: address to listen on; also the one that Mooncake announces.
         extra_args: flags put last, so that they override the ones chosen here.
+        own_flags: put the flags of this project's demo and tests first; False: only what is needed to reach the
+            server.
         env: environment variables on top of the program's own.
         python_paths: folders put in front on ``PYTHONPATH``.
         namespace: network namespace to run in.
@@ -125,12 +134,13 @@ class ServerSpec:
     """
 
     role: Role
-    model: Path
+    model: Path | str
     backend: str = "mooncake_tcp"
     device: Device = field(default_factory=detect_device)
     sglang: str | None = None
     host: str = LOOPBACK_ADDRESS
     extra_args: tuple[str, ...] = ()
+    own_flags: bool = True
     env: Mapping[str, str] = field(default_factory=dict)
     python_paths: tuple[Path, ...] = ()
     namespace: NetworkNamespace | None = None
@@ -139,9 +149,11 @@ class ServerSpec:
     def flags(self, port: int, bootstrap_port: int) -> tuple[str, ...]:
         """Return the flags of ``sglang.launch_server`` for this server."""
         on_cpu = self.device is Device.CPU
-        flags = ["--model-path", str(self.model.resolve()), "--host", self.host, "--port", str(port)]
-        flags += ["--nccl-port", str(free_port(self.namespace)), *_COMMON_FLAGS]
-        flags += _CPU_FLAGS if on_cpu else _GPU_FLAGS
+        model = self.model if isinstance(self.model, str) else str(self.model.resolve())
+        flags = ["--model-path", model, "--host", self.host, "--port", str(port)]
+        flags += ["--nccl-port", str(free_port(self.namespace))]
+        if self.own_flags:
+            flags += [*_COMMON_FLAGS, *(_CPU_FLAGS if on_cpu else _GPU_FLAGS)]
         if self.role is not Role.PLAIN:
             flags += ["--disaggregation-mode", self.role.value, "--disaggregation-transfer-backend", self.backend]
         if self.role is Role.PREFILL:

@@ -33,7 +33,7 @@ def _run_batch(original: Any, scheduler: Any, batch: Any, *args: Any, **kwargs: 
             _state = LoopbackScheduler(plan, scheduler)
         except SpectrumKVError as error:  # the server answers natively; the probe reads the line and stops
             if compat.scheduler_tp_rank(scheduler) == 0:
-                ResultWriter(plan.results).write(ResultLine(id=SERVER_LINE, policy="", error=str(error)))
+                ResultWriter(plan.results).write(ResultLine(id=SERVER_LINE, error=str(error)))
     if _state is None:
         return original(scheduler, batch, *args, **kwargs)
     _state.before_forward(batch)

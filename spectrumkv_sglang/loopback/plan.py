@@ -21,7 +21,7 @@ NATIVE = "native"
 """Policy of requests whose KV stays as it is."""
 
 SERVER_LINE = "server"
-"""Id of the one result line that is about the server itself: why it cannot do loopback."""
+"""Id of the first result line: what the server serves, or why it cannot do loopback."""
 
 
 class LoopbackError(SpectrumKVError):
@@ -30,11 +30,14 @@ class LoopbackError(SpectrumKVError):
 
 class LoopbackPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Attributes:
-    policies: name -> SpectrumKV configuration file (YAML); the name "native" needs none.
+    base: SpectrumKV configuration file (YAML) whose scorer observes attention, for all policies.
+    policies: folder with one configuration file NAME.yaml a policy; read when a request first names it. The name
+        "native" needs none.
     results: file that gets one JSON line a tagged request; it is appended to.
     """
 
-    policies: dict[str, str]
+    base: str
+    policies: str
     results: str
 
 
@@ -78,11 +81,28 @@ class JudgedRecord(msgspec.Struct, frozen=True):
     top1: float
 
 
+class ServerRecord(msgspec.Struct, frozen=True):
+    """The server, as its first rank sees it: the KV pool's geometry, its page size and size in tokens, the longest
+    context in tokens, and the fields of the served model's fingerprint (or why there is none)."""
+
+    dtype: str
+    layers: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    page_size: int
+    pool_tokens: int
+    context_tokens: int
+    fingerprint: dict[str, str] | None
+    fingerprint_error: str = ""
+
+
 class ResultLine(msgspec.Struct, frozen=True):
-    """Result of one tagged request; ``error`` says why there is none."""
+    """Result of one tagged request, or of the server's start (id "server"); ``error`` says why there is none."""
 
     id: str
-    policy: str
+    policy: str = ""
+    server: ServerRecord | None = None
     in_place: InPlaceRecord | None = None
     judged: JudgedRecord | None = None
     error: Annotated[str, msgspec.Meta(max_length=4096)] | None = None
@@ -104,9 +124,12 @@ def read_plan(environ: Any = os.environ) -> LoopbackPlan | None:
         raise LoopbackError(f"loopback plan {name} ({LOOPBACK_VARIABLE}) cannot be read: {error}") from error
 
 
-def load_policies(plan: LoopbackPlan) -> dict[str, SpectrumKVConfig]:
-    """Configuration of each policy, without the environment. Raises ConfigError."""
-    return {name: load_config(path, environ={}) for name, path in plan.policies.items()}
+def load_policy(plan: LoopbackPlan, name: str) -> SpectrumKVConfig:
+    """Configuration of a policy, without the environment. Raises ConfigError or LoopbackError."""
+    path = Path(plan.policies) / f"{name}.yaml"
+    if not path.is_file():
+        raise LoopbackError(f"unknown policy {name!r}: {plan.policies} has no {path.name}")
+    return load_config(path, environ={})
 
 
 def read_tag(custom_params: Any) -> RequestTag | None:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from spectrumkv_sglang import sglang_compat
-from spectrumkv_sglang.config import SpectrumKVConfig
+from spectrumkv_sglang.config import load_config
 from spectrumkv_sglang.importance.attention_hook import AttentionObserver
 from spectrumkv_sglang.importance.scorers import AttentionScorer
 from spectrumkv_sglang.importance.scores import SlotScores
@@ -21,16 +21,19 @@ from spectrumkv_sglang.loopback.in_place import InPlaceTransfer
 from spectrumkv_sglang.loopback.judging import ContinuationJudge
 from spectrumkv_sglang.loopback.plan import (
     NATIVE,
+    SERVER_LINE,
     LoopbackError,
     LoopbackPlan,
     RequestTag,
     ResultLine,
     ResultWriter,
-    load_policies,
+    ServerRecord,
+    load_policy,
     read_tag,
 )
 from spectrumkv_sglang.transfer.errors import GoNativeError
 from spectrumkv_sglang.transfer.pool_view import PoolView, view_pool
+from spectrumkv_sglang.verification.fingerprint import FingerprintError, fingerprint_model
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +75,7 @@ class LoopbackScheduler:
     """
 
     def __init__(self, plan: LoopbackPlan, scheduler: Any) -> None:
-        policies = load_policies(plan)
+        self._plan = plan
         allocator = scheduler.token_to_kv_pool_allocator
         self._req_to_token = scheduler.req_to_token_pool.req_to_token
         self._view = _view(allocator)
@@ -80,9 +83,11 @@ class LoopbackScheduler:
         self._writer = ResultWriter(plan.results) if sglang_compat.scheduler_tp_rank(scheduler) == 0 else None
         self._judge = ContinuationJudge()
         self._unobserved = False
-        scores, self.observer = self._observe(policies)
-        self._transfers = {name: InPlaceTransfer(self._view, config, scores) for name, config in policies.items()}
+        self._scorer = load_config(plan.base, environ={}).make_scorer()
+        self._scores, self.observer = self._observe()
+        self._transfers: dict[str, InPlaceTransfer] = {}
         self._judged: _Chunk | None = None
+        self._write(ResultLine(id=SERVER_LINE, server=_describe(self._view, scheduler)))
 
     def before_forward(self, batch: Any) -> None:
         """A forward of SGLang's ScheduleBatch ``batch`` is about to run."""
@@ -116,22 +121,27 @@ class LoopbackScheduler:
 
     # ---- steps ---------------------------------------------------------------------------------------------------
 
-    def _observe(self, policies: dict[str, SpectrumKVConfig]) -> tuple[SlotScores | None, AttentionObserver | None]:
-        """Observer of the one attention scorer that the policies share, if any of them has one."""
-        found = {scorer for config in policies.values() if isinstance(scorer := config.make_scorer(), AttentionScorer)}
-        if not found:
+    def _observe(self) -> tuple[SlotScores | None, AttentionObserver | None]:
+        if not isinstance(self._scorer, AttentionScorer):
             return None, None
-        if len(found) > 1:
-            raise LoopbackError(f"policies of one loopback server observe attention in {len(found)} ways, expected one")
         scores = SlotScores(self._view.pool_slots, self._view.device)
         observer = AttentionObserver(
             k_buffers=list(self._view.buffers.k),
             req_to_token=self._req_to_token,
             scores=scores,
-            scorer=found.pop(),
+            scorer=self._scorer,
             on_error=self._observation_failed,
         )
         return scores, observer
+
+    def _transfer_of(self, policy: str) -> InPlaceTransfer:
+        if policy not in self._transfers:
+            config = load_policy(self._plan, policy)
+            scorer = config.make_scorer()
+            if isinstance(scorer, AttentionScorer) and scorer != self._scorer:
+                raise LoopbackError(f"policy {policy!r} observes attention as {scorer}, the plan as {self._scorer}")
+            self._transfers[policy] = InPlaceTransfer(self._view, config, self._scores)
+        return self._transfers[policy]
 
     def _observation_failed(self) -> None:
         self._unobserved = True
@@ -171,11 +181,9 @@ class LoopbackScheduler:
             if chunk.last:
                 self._write(ResultLine(id=chunk.tag.id, policy=NATIVE))
             return
-        if chunk.tag.policy not in self._transfers:
-            raise LoopbackError(f"unknown policy {chunk.tag.policy!r}: the plan has {', '.join(self._transfers)}")
         if self._unobserved:
             raise LoopbackError("token importance could not be observed; the server's log says why")
-        transfer = self._transfers[chunk.tag.policy]
+        transfer = self._transfer_of(chunk.tag.policy)
         # What SGLang sends of a chunk that is not the last: its complete pages.
         tokens = chunk.end if chunk.last else chunk.end // self._page_size * self._page_size
         slots = self._req_to_token[chunk.pool_index, :tokens].cpu().numpy().astype(np.int64)
@@ -204,6 +212,32 @@ class LoopbackScheduler:
     def _write(self, line: ResultLine) -> None:
         if self._writer is not None:
             self._writer.write(line)
+
+
+def _describe(view: PoolView, scheduler: Any) -> ServerRecord:
+    geometry = view.geometry
+    fingerprint: dict[str, str] | None = None
+    problem = ""
+    try:
+        served = sglang_compat.served_model(scheduler.server_args)
+        directory = served.local_path()
+        if directory is None:
+            raise FingerprintError(f"the files of {served.path} are not on this machine")
+        fingerprint = fingerprint_model(directory, quantization=served.quantization, dtype=geometry.dtype).model_dump()
+    except FingerprintError as error:
+        problem = str(error)
+    return ServerRecord(
+        dtype=geometry.dtype,
+        layers=geometry.layers,
+        kv_heads=geometry.kv_heads,
+        head_dim=geometry.head_dim,
+        v_head_dim=geometry.v_head_dim,
+        page_size=geometry.page_size,
+        pool_tokens=view.pool_slots,
+        context_tokens=int(scheduler.model_config.context_len),
+        fingerprint=fingerprint,
+        fingerprint_error=problem,
+    )
 
 
 def _view(allocator: Any) -> PoolView:

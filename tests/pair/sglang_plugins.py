@@ -47,6 +47,27 @@ def register():
 """
 """A SGLang that lacks one of the things that the backend extends."""
 
+TWO_BIT_INT4 = """
+def register():
+    import os
+    if not os.environ.get("SPECTRUMKV_LOOPBACK"):
+        return
+    import torch
+    from spectrumkv_sglang.kernels import quantisers
+    from spectrumkv_sglang.kernels.precision import Precision
+    from spectrumkv_sglang.kernels.quantisers.int4 import Int4Quantiser
+
+    class TwoBits(Int4Quantiser):
+        def quantise(self, x):
+            values = x.float()
+            low, high = values.amin(-1, keepdim=True), values.amax(-1, keepdim=True)
+            step = ((high - low) / 3).clamp(min=1e-6)
+            return super().quantise(((values - low) / step).round() * step + low)
+
+    quantisers._QUANTISERS[Precision.INT4] = TwoBits()
+"""
+"""INT4 that keeps only four levels a row: a quantiser that a probe must refuse."""
+
 
 def plugin_path(folder: Path, name: str, source: str) -> str:
     """Write the plugin ``name`` under ``folder``; returns what to put on PYTHONPATH."""

@@ -1,0 +1,1 @@
+"""Before serving: is the low tier safe on this model?"""

@@ -1,0 +1,138 @@
+"""What ``spectrumkv probe`` does with its options: checks before any work, runs, writes, says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+from rich.console import Console
+
+from spectrumkv_sglang.config import SpectrumKVConfig, load_config
+from spectrumkv_sglang.launch.processes import stopping_on_signals
+from spectrumkv_sglang.launch.servers import default_backend
+from spectrumkv_sglang.launch_config import check_writable, write_launch_config
+from spectrumkv_sglang.launch_flags import flags_from_arguments
+from spectrumkv_sglang.probe.errors import ProbeError
+from spectrumkv_sglang.probe.gate import EXIT_CODES, Thresholds
+from spectrumkv_sglang.probe.plot import check_plot_format, draw
+from spectrumkv_sglang.probe.probe import ProbeOptions, run_probe
+from spectrumkv_sglang.probe.report import ConsoleProgress, print_comparison, print_result
+from spectrumkv_sglang.probe.result import encode_result, read_result
+from spectrumkv_sglang.sglang_compat import BACKEND, BACKEND_TCP
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeCommand:
+    """The options of the command line, as they were given."""
+
+    model_path: str
+    out: Path
+    json: Path | None
+    plot: Path | None
+    config: Path | None
+    profile: str | None
+    budget: float | None
+    backend: str | None
+    trials: int
+    depths: str
+    lengths: Sequence[int]
+    haystack: Path | None
+    text: Path | None
+    seed: int
+    needle_seconds: float
+    request_timeout: float
+    max_kl: float
+    max_dppl: float
+    min_top1: float
+    engine_arguments: Sequence[str]
+
+
+def probe(command: ProbeCommand, console: Console) -> int:
+    """Run the command; returns its exit code: 0 low tier allowed, 10 not allowed, 11 inconclusive.
+
+    Raises:
+        SpectrumKVError: no result; no file was written or changed.
+    """
+    outputs = [command.out, *(path for path in (command.json, command.plot) if path is not None)]
+    for path in outputs:
+        check_writable(path)
+    if command.plot is not None:
+        check_plot_format(command.plot)
+    config = _config(command)
+    options = ProbeOptions(
+        model=command.model_path,
+        config=config,
+        explicit_budget="budget" in config.model_fields_set,
+        flags=flags_from_arguments(command.engine_arguments),
+        backend=_backend(command.backend),
+        trials=command.trials,
+        depths=_depths(command.depths),
+        lengths=tuple(command.lengths),
+        haystack=command.haystack,
+        text=command.text,
+        seed=command.seed,
+        needle_seconds=command.needle_seconds,
+        request_seconds=command.request_timeout,
+        thresholds=Thresholds(max_kl=command.max_kl, max_dppl_pct=command.max_dppl, min_top1=command.min_top1),
+        log_path=command.out.with_name(f"{command.out.name}.log"),
+    )
+    progress = ConsoleProgress(console)
+    try:
+        with stopping_on_signals():
+            result, launch = run_probe(options, progress)
+    finally:
+        progress.close()
+    print_result(result, console)
+    write_launch_config(command.out, launch)
+    if command.json is not None:
+        _write(command.json, encode_result(result))
+    if command.plot is not None:
+        _write(command.plot, draw(result, command.plot))
+    console.print(f"written: {', '.join(map(str, outputs))}", highlight=False)
+    console.print(f"start with: spectrumkv launch prefill --config {command.out}", highlight=False)
+    return EXIT_CODES[result.verdict]
+
+
+def compare(first: Path, second: Path, console: Console) -> None:
+    """Print two results side by side. Raises ProbeError when one cannot be read."""
+    print_comparison(read_result(first), read_result(second), (first.name, second.name), console)
+
+
+def _config(command: ProbeCommand) -> SpectrumKVConfig:
+    """The configuration to judge: a file's, then the options; all three tiers, whatever an earlier probe allowed."""
+    environ: dict[str, str] = {}
+    if command.profile is not None:
+        environ["SPECTRUMKV_PROFILE"] = command.profile
+    if command.budget is not None:
+        environ["SPECTRUMKV_BUDGET"] = str(command.budget)
+    if command.config is not None:
+        load_config(command.config, {})  # what stands in the file must be valid even where it does not count
+        environ["SPECTRUMKV_ALLOWED_TIERS"] = "high,mid,low"
+    return load_config(command.config, environ)
+
+
+def _backend(chosen: str | None) -> str:
+    backend = chosen or default_backend()
+    if backend not in (BACKEND, BACKEND_TCP):
+        raise typer.BadParameter(f"{backend!r}: expected {BACKEND} or {BACKEND_TCP}", param_hint="--backend")
+    return backend
+
+
+def _depths(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r}: expected numbers such as 0.1,0.5,0.9", param_hint="--depths") from error
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Replace a file at once: a reader sees the old content or all of the new."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_bytes(content)
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise ProbeError(f"cannot write {path}: {error.strerror}") from error

@@ -1,0 +1,213 @@
+"""Needle-in-a-haystack trials: one sentence with a random number, hidden in real text, and a question for it.
+
+The sentence names an archive that nothing else in the prompt names, and a number of five digits that occurs nowhere
+else, so an answer is right or wrong without any judgement. The prompt ends with the beginning of the answer's sentence,
+for a chat model inside the assistant's turn: even small models then go on with the number, and what is tested is
+whether they can still read it from the cache. With tokenizers that cut numbers into digits the first generated token
+is the space before the number, so that every digit is generated from what has been transferred.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from spectrumkv_sglang.errors import SpectrumKVError
+from spectrumkv_sglang.probe.haystack import Haystack, Tokenizer
+
+DEFAULT_DEPTHS = (0.1, 0.5, 0.9)
+DEFAULT_TRIALS = 3
+DEFAULT_ANSWER_TOKENS = 16
+_MIN_FILLER_TOKENS = 256
+_ARCHIVES = (
+    *("walnut", "falcon", "juniper", "saffron", "marble", "cobalt", "badger", "lantern", "pelican", "thistle"),
+    *("ginger", "velvet", "otter", "cedar", "turquoise", "raven", "maple", "coral", "lobster", "jasmine"),
+    *("panther", "hazel", "violet", "tiger", "poppy", "dolphin", "emerald", "heron", "magnolia", "beaver"),
+)
+_INTRODUCTION = "The following text contains one access code. Read it and remember the access code."
+_NEEDLE = "The access code of the {archive} archive is {number}."
+_QUESTION = "What is the access code of the {archive} archive?"
+_ANSWER_START = "The access code of the {archive} archive is"
+
+
+class NeedleError(SpectrumKVError):
+    """Trials cannot be made with these lengths, depths or this text."""
+
+
+@dataclass(frozen=True)
+class NeedleTrial:
+    """One prompt with a hidden needle.
+
+    Attributes:
+        token_ids: the whole prompt, special tokens included.
+        prompt: the same as text, without a special token that the tokenizer puts in front.
+        needle: the hidden sentence.
+        answer: the number to be generated.
+        depth: asked position of the needle, from 0 (start of the prompt) to 1.
+        needle_token: index in ``token_ids`` at which the needle begins.
+        length: what prompt and answer had to fit in, in tokens.
+        seed: what the needle and the order of the text were drawn from.
+    """
+
+    token_ids: tuple[int, ...]
+    prompt: str
+    needle: str
+    answer: str
+    depth: float
+    needle_token: int
+    length: int
+    seed: int
+
+    def passed(self, answer_text: str) -> bool:
+        """Whether the generated text contains the number, not as part of a longer one."""
+        return re.search(rf"(?<!\d){self.answer}(?!\d)", answer_text) is not None
+
+
+def make_trials(
+    tokenizer: Tokenizer,
+    haystack: Haystack,
+    *,
+    lengths: Sequence[int],
+    depths: Sequence[float] = DEFAULT_DEPTHS,
+    trials: int = DEFAULT_TRIALS,
+    seed: int = 0,
+    answer_tokens: int = DEFAULT_ANSWER_TOKENS,
+) -> list[NeedleTrial]:
+    """Return ``trials`` trials for each length.
+
+    Fewer trials than depths are spread over them; more go round again, with other needles and the text in another
+    order.
+
+    Args:
+        tokenizer: of the probed model; its chat template is used if it has one.
+        haystack: where needles are hidden.
+        lengths: for each the tokens that prompt and answer have to fit in together.
+        depths: positions of the needle from 0 to 1, as a share of the length.
+        trials: how many for each length.
+        seed: the same one gives the same trials.
+        answer_tokens: how many will be generated.
+
+    Raises:
+        NeedleError: no trials, a depth outside 0..1, or a length with no room for a needle in some text.
+    """
+    if trials < 1 or not lengths or not depths:
+        raise NeedleError(
+            f"no trials to make: {trials} trials, lengths {list(lengths)}, depths {list(depths)}; give at least one of "
+            "each"
+        )
+    if wrong := [depth for depth in depths if not 0.0 <= depth <= 1.0]:
+        raise NeedleError(f"depth {wrong[0]} of a needle is not between 0 (start of the text) and 1 (end of it)")
+    made: list[NeedleTrial] = []
+    for length in lengths:
+        for depth in _spread(depths, trials):
+            # Multiplied apart, so that runs with neighbouring seeds share no trial.
+            trial_seed = seed * 1_000_003 + len(made)
+            made.append(_make_trial(tokenizer, haystack, length, depth, trial_seed, answer_tokens))
+    return made
+
+
+def _spread(depths: Sequence[float], trials: int) -> list[float]:
+    if trials >= len(depths):
+        return [depths[i % len(depths)] for i in range(trials)]
+    return [depths[(2 * i + 1) * len(depths) // (2 * trials)] for i in range(trials)]
+
+
+def _make_trial(
+    tokenizer: Tokenizer, haystack: Haystack, length: int, depth: float, seed: int, answer_tokens: int
+) -> NeedleTrial:
+    drawn = random.Random(seed)
+    candidates = drawn.sample(_ARCHIVES, len(_ARCHIVES))
+    number = _number(drawn)
+    room = length - answer_tokens
+    frame = _frame(tokenizer, candidates[0])
+    overhead = _count(tokenizer, frame, frame.text([], 0, _NEEDLE.format(archive=candidates[0], number=number)))
+    if room - overhead < _MIN_FILLER_TOKENS:
+        raise NeedleError(
+            f"a length of {length} tokens has no room for a needle in some text: the question, the needle and "
+            f"{answer_tokens} answer tokens take {overhead + answer_tokens}, and the text at least "
+            f"{_MIN_FILLER_TOKENS}; give longer lengths, or serve the model with a longer context"
+        )
+    filler = haystack.filler(tokenizer, room - overhead, seed)
+    text = "".join(filler)
+    while number in text:
+        number = _number(drawn)
+    words = set(re.findall(r"\w+", text.lower()))
+    archive = next((name for name in candidates if name not in words), None)
+    if archive is None:
+        raise NeedleError(
+            f"the haystack contains every word that could name a needle ({', '.join(_ARCHIVES[:3])}, ...): give "
+            "another text with --haystack, or leave it out"
+        )
+    frame = _frame(tokenizer, archive)
+    needle = _NEEDLE.format(archive=archive, number=number)
+    # Sentences encoded together may take a few tokens more than one by one.
+    while _count(tokenizer, frame, frame.text(filler, 0, needle)) > room:
+        filler.pop()
+    place = _place(tokenizer, frame, filler, depth * length)
+    prompt = frame.text(filler, place, needle)
+    token_ids = tokenizer.encode(prompt, add_special_tokens=frame.add_special_tokens)
+    before = frame.head + "".join(filler[:place])
+    return NeedleTrial(
+        token_ids=tuple(token_ids),
+        prompt=prompt,
+        needle=needle,
+        answer=number,
+        depth=depth,
+        needle_token=_count(tokenizer, frame, before),
+        length=length,
+        seed=seed,
+    )
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """What stands around the text: instruction and question, inside the chat template if there is one."""
+
+    head: str
+    tail: str
+    add_special_tokens: bool
+
+    def text(self, filler: Sequence[str], place: int, needle: str) -> str:
+        """Return the prompt with the needle before sentence ``place``, set off by a space."""
+        before = "".join(filler[:place])
+        return f"{self.head}{before} {needle}{''.join(filler[place:])}{self.tail}"
+
+
+def _frame(tokenizer: Tokenizer, archive: str) -> _Frame:
+    question = _QUESTION.format(archive=archive)
+    answer_start = _ANSWER_START.format(archive=archive)
+    if not tokenizer.chat_template:
+        # The completion form: a base model goes on with the sentence.
+        return _Frame(f"{_INTRODUCTION}", f"\n\n{question}\n{answer_start}", add_special_tokens=True)
+    mark = "\x00"
+    message = {"role": "user", "content": f"{_INTRODUCTION}{mark}\n\n{question}"}
+    chat = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+    head, found, tail = chat.partition(mark)
+    if not found:
+        raise NeedleError("the model's chat template does not pass on the user's message: probe with another template")
+    return _Frame(head, tail + answer_start, add_special_tokens=False)
+
+
+def _count(tokenizer: Tokenizer, frame: _Frame, text: str) -> int:
+    return len(tokenizer.encode(text, add_special_tokens=frame.add_special_tokens))
+
+
+def _place(tokenizer: Tokenizer, frame: _Frame, filler: Sequence[str], target: float) -> int:
+    """Return before which sentence the needle comes closest to the token position ``target``."""
+    position = _count(tokenizer, frame, frame.head)
+    best, distance = 0, abs(position - target)
+    for i, sentence in enumerate(filler, start=1):
+        position += len(tokenizer.encode(sentence, add_special_tokens=False))
+        if abs(position - target) < distance:
+            best, distance = i, abs(position - target)
+    return best
+
+
+def _number(drawn: random.Random) -> str:
+    """Return five digits that do not begin with a zero, all of them different: nothing to guess or to repeat."""
+    digits = drawn.sample("0123456789", 5)
+    if digits[0] == "0":
+        digits.reverse()
+    return "".join(digits)

@@ -1,0 +1,89 @@
+"""The policies that a probe derives from the configuration that would serve."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from spectrumkv_sglang.config import load_config
+from spectrumkv_sglang.kernels.precision import Precision
+from spectrumkv_sglang.payload.geometry import KVGeometry
+from spectrumkv_sglang.payload.layout import bytes_per_row
+from spectrumkv_sglang.probe.policies import one_tier_profile, probe_budget, write_policies
+from spectrumkv_sglang.profiles.profile import Profile, load_profile
+from spectrumkv_sglang.profiles.tier import Tier
+
+BF16 = KVGeometry(layers=4, kv_heads=2, head_dim=64, v_head_dim=64, page_size=1, dtype="bfloat16")
+PROTECTED = """
+name: protected
+tiers:
+  high: {keys: native, values: native}
+  mid: {keys: int8, values: int8}
+  low: {keys: int4, values: int4}
+layer_overrides:
+  - {layers: first, keys: native}
+  - {layers: last, tiers: [low], values: int8}
+  - {layers: [1], tiers: [mid], keys: native}
+head_overrides:
+  - {heads: [1], tiers: [low], keys: int8}
+"""
+
+
+@pytest.fixture
+def protected(tmp_path: Path) -> Profile:
+    path = tmp_path / "protected.yaml"
+    path.write_text(PROTECTED)
+    return load_profile(path)
+
+
+@pytest.mark.parametrize("tier", list(Tier))
+def test_one_tier_is_what_the_profile_gives_to_it_overrides_included(protected: Profile, tier: Tier) -> None:
+    whole = protected.table(BF16).values[tier]
+    derived = one_tier_profile(protected, tier)
+    assert derived.tiers_defined == (Tier.HIGH,)
+    for row in derived.table(BF16).values:
+        assert np.array_equal(row, whole)
+
+
+@pytest.mark.parametrize(("part", "kept"), [("keys", 0), ("values", 1)])
+def test_a_part_leaves_the_other_native(protected: Profile, part: str, kept: int) -> None:
+    whole = protected.table(BF16).values[Tier.LOW]
+    cells = one_tier_profile(protected, Tier.LOW, part).table(BF16).values[Tier.HIGH]  # type: ignore[arg-type]
+    assert np.array_equal(cells[:, kept], whole[:, kept])
+    assert (cells[:, 1 - kept] == Precision.NATIVE).all()
+
+
+@pytest.mark.parametrize("profile", ["spectrum", "k8v4"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_judged_budget_uses_the_lowest_tier_where_it_can(profile: str, dtype: str) -> None:
+    geometry = KVGeometry(layers=4, kv_heads=2, head_dim=128, v_head_dim=128, page_size=1, dtype=dtype)
+    config = load_config(None, {"SPECTRUMKV_PROFILE": profile})
+    budget = probe_budget(config, geometry)
+    cost = bytes_per_row(geometry, config.loaded_profile.table(geometry)) / geometry.native_bytes_per_token
+    assert config.reachable_budget < budget <= config.budget
+    if dtype == "bfloat16":
+        assert cost[Tier.LOW] < budget < cost[Tier.MID]
+
+
+def test_a_chosen_budget_below_the_middle_is_judged_as_it_is() -> None:
+    config = load_config(None, {"SPECTRUMKV_BUDGET": "0.3"})
+    assert probe_budget(config, BF16) == 0.3
+
+
+@pytest.mark.parametrize(
+    ("profile", "names"),
+    [
+        ("spectrum", ("policy", "mid", "low", "low_keys", "low_values")),
+        ("spectrum-safe", ("policy", "mid")),
+        ("int8", ("policy", "high")),
+        ("native-packed", ("policy",)),
+    ],
+)
+def test_every_policy_is_a_configuration_that_loads(tmp_path: Path, profile: str, names: tuple[str, ...]) -> None:
+    config = load_config(None, {"SPECTRUMKV_PROFILE": profile, "SPECTRUMKV_SINK_TOKENS": "7"})
+    assert write_policies(config, BF16, tmp_path) == names
+    for name in names:
+        loaded = load_config(tmp_path / f"{name}.yaml", {})
+        assert loaded.make_scorer() == config.make_scorer()
+        assert loaded.min_tokens == 0
+    assert load_config(tmp_path / "policy.yaml", {}).sink_tokens == 7
