@@ -82,6 +82,124 @@ def profiles(
     _write_json(json, msgspec.json.encode(listed))
 
 
+@app.command(
+    epilog="Exit codes: 0 fine, 1 a problem, 2 wrong usage; a prefill or decode server's own; a pair stopped by a "
+    "signal: 128 + its number.",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def launch(
+    context: typer.Context,
+    role: Annotated[str, typer.Argument(metavar="prefill|decode|pair", help="What to start on this machine.")],
+    config: Annotated[
+        Path, typer.Option("--config", metavar="FILE", help="Launch config that `spectrumkv probe --out` wrote.")
+    ],
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Refuse to serve a model that is not the one that was probed.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command lines and start nothing.")] = False,
+    router_host: Annotated[str, typer.Option(help="Of a pair: address that its router listens on.")] = "127.0.0.1",
+    router_port: Annotated[int, typer.Option(min=1, max=65535, help="Of a pair: port of its router.")] = 8000,
+    log_dir: Annotated[Path, typer.Option(metavar="DIR", help="Of a pair: folder for its logs.")] = Path(
+        "spectrumkv-logs"
+    ),
+    ready_timeout: Annotated[
+        float, typer.Option(min=1, metavar="SECONDS", help="Of a pair: longest wait until it is healthy.")
+    ] = 1800,
+) -> None:
+    """Start sglang.launch_server with a launch config. Further SGLang flags are passed on, last, so that they win."""
+    from spectrumkv_sglang.launch.launcher import launch as start
+
+    start(
+        role,
+        config,
+        context.args,
+        strict=strict,
+        dry_run=dry_run,
+        router_host=router_host,
+        router_port=router_port,
+        log_dir=log_dir,
+        ready_timeout_seconds=ready_timeout,
+        say=typer.echo,
+    )
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    epilog="Exit codes: 0 low tier allowed, 10 not allowed, 11 inconclusive, 1 no result, 2 wrong usage. "
+    "Options that are not listed here are SGLang's own and go to its server and into the launch config.",
+)
+def probe(
+    context: typer.Context,
+    model_path: Annotated[
+        str | None, typer.Option("--model-path", "--model", metavar="DIR", help="Model directory or hub id.")
+    ] = None,
+    out: Annotated[
+        Path, typer.Option("--out", metavar="FILE", help="Launch config to write; replaced at once, or not at all.")
+    ] = Path("launch.yaml"),
+    json: JsonFile = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Picture of the result: .png, .svg or .pdf.")
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", metavar="FILE", help="SpectrumKV settings to judge (an earlier launch config too)."),
+    ] = None,
+    profile: Annotated[str | None, typer.Option(help="Profile to judge: a shipped one or a .yaml file.")] = None,
+    budget: Annotated[float | None, typer.Option(help="Budget b that will be served: wire / native bytes.")] = None,
+    backend: Annotated[
+        str | None,
+        typer.Option(help="Backend for the launch config: spectrumkv (RDMA) or spectrumkv_tcp; default: what is here."),
+    ] = None,
+    trials: Annotated[int, typer.Option(min=1, help="Needle trials a length.")] = 3,
+    depths: Annotated[str, typer.Option(help="Depths of the needles, 0 to 1.")] = "0.1,0.5,0.9",
+    length: Annotated[
+        list[int] | None, typer.Option(help="Tokens of a needle prompt; may be repeated. Default: what time allows.")
+    ] = None,
+    haystack: Annotated[Path | None, typer.Option(metavar="FILE", help="Text to hide needles in.")] = None,
+    text: Annotated[Path | None, typer.Option(metavar="FILE", help="Text to judge perplexity, KL, top-1 on.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the needles and the order of the text.")] = 0,
+    needle_seconds: Annotated[float, typer.Option(min=0, help="Time that needle prompts may take; seconds.")] = 45.0,
+    request_timeout: Annotated[float, typer.Option(min=1, help="Longest request; seconds.")] = 600.0,
+    max_kl: Annotated[float, typer.Option(min=0, help="Limit of the KL divergence, nats a token.")] = 0.03,
+    max_dppl: Annotated[float, typer.Option(help="Limit of the rise in perplexity, %.")] = 5.0,
+    min_top1: Annotated[float, typer.Option(min=0, max=1, help="Limit of the top-1 agreement, 0 to 1.")] = 0.90,
+    compare: Annotated[
+        tuple[Path, Path] | None, typer.Option(metavar="A B", help="Compare two --json results; probe nothing.")
+    ] = None,
+) -> None:
+    """Judge which precision tiers a model bears, in a real SGLang server, and write the launch config."""
+    from spectrumkv_sglang.probe import command
+
+    if compare is not None:
+        command.compare(*compare, Console())
+        return
+    if model_path is None:
+        raise typer.BadParameter("give the model's directory", param_hint="--model-path")
+    asked = command.ProbeCommand(
+        model_path=model_path,
+        out=out,
+        json=json,
+        plot=plot,
+        config=config,
+        profile=profile,
+        budget=budget,
+        backend=backend,
+        trials=trials,
+        depths=depths,
+        lengths=length or (),
+        haystack=haystack,
+        text=text,
+        seed=seed,
+        needle_seconds=needle_seconds,
+        request_timeout=request_timeout,
+        max_kl=max_kl,
+        max_dppl=max_dppl,
+        min_top1=min_top1,
+        engine_arguments=context.args,
+    )
+    raise typer.Exit(command.probe(asked, Console()))
+
+
 def _write_json(path: Path | None, content: bytes) -> None:
     if path is None:
         return

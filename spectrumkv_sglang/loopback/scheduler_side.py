@@ -6,6 +6,7 @@ Called around every forward. An error of ours ends as the request's result line,
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,7 +95,7 @@ class LoopbackScheduler:
         self._unobserved = False
         chunks = self._chunks(batch)
         judged = [chunk for chunk in chunks if chunk.tag.judged_after is not None]
-        if judged and self._attempt(judged[0], lambda: self._check_judgeable(judged[0], batch)):
+        if judged and self._attempt(judged[0], lambda chunk: self._check_judgeable(chunk, batch)):
             self._judged = judged[0]
             self._judge.begin()
 
@@ -113,9 +114,9 @@ class LoopbackScheduler:
         for chunk in chunks:
             if chunk.tag.judged_after is not None:
                 if self._judged is not None and chunk.tag.id == self._judged.tag.id:
-                    self._attempt(chunk, lambda chunk=chunk: self._finish_judging(chunk))  # type: ignore[misc]
+                    self._attempt(chunk, self._finish_judging)
             else:
-                self._attempt(chunk, lambda chunk=chunk: self._transfer(chunk))  # type: ignore[misc]
+                self._attempt(chunk, self._transfer)
         if self._view.device.type == "cuda":
             torch.cuda.synchronize(self._view.device)
 
@@ -195,10 +196,10 @@ class LoopbackScheduler:
     def _pages(self, tokens: int) -> int:
         return -(-tokens // self._page_size)
 
-    def _attempt(self, chunk: _Chunk, step: Any) -> bool:
+    def _attempt(self, chunk: _Chunk, step: Callable[[_Chunk], None]) -> bool:
         """Whether ``step`` succeeded; if not, the request's result line says why."""
         try:
-            step()
+            step(chunk)
             return True
         except Exception as error:
             logger.exception("loopback: request %s failed", chunk.tag.id)

@@ -15,7 +15,7 @@ from spectrumkv_sglang.launch.servers import default_backend
 from spectrumkv_sglang.launch_config import check_writable, write_launch_config
 from spectrumkv_sglang.launch_flags import flags_from_arguments
 from spectrumkv_sglang.probe.errors import ProbeError
-from spectrumkv_sglang.probe.gate import EXIT_CODES, Thresholds
+from spectrumkv_sglang.probe.gate import Thresholds
 from spectrumkv_sglang.probe.plot import check_plot_format, draw
 from spectrumkv_sglang.probe.probe import ProbeOptions, run_probe
 from spectrumkv_sglang.probe.report import ConsoleProgress, print_comparison, print_result
@@ -81,7 +81,7 @@ def probe(command: ProbeCommand, console: Console) -> int:
     progress = ConsoleProgress(console)
     try:
         with stopping_on_signals():
-            result, launch = run_probe(options, progress)
+            result, launch, exit_code = run_probe(options, progress)
     finally:
         progress.close()
     print_result(result, console)
@@ -92,7 +92,7 @@ def probe(command: ProbeCommand, console: Console) -> int:
         _write(command.plot, draw(result, command.plot))
     console.print(f"written: {', '.join(map(str, outputs))}", highlight=False)
     console.print(f"start with: spectrumkv launch prefill --config {command.out}", highlight=False)
-    return EXIT_CODES[result.verdict]
+    return exit_code
 
 
 def compare(first: Path, second: Path, console: Console) -> None:

@@ -20,7 +20,7 @@ from spectrumkv_sglang.payload.geometry import KVGeometry
 from spectrumkv_sglang.probe import policies
 from spectrumkv_sglang.probe.engine import ProbeEngine
 from spectrumkv_sglang.probe.errors import ProbeError
-from spectrumkv_sglang.probe.gate import Decision, Thresholds, decide
+from spectrumkv_sglang.probe.gate import EXIT_CODES, Decision, Thresholds, decide
 from spectrumkv_sglang.probe.haystack import load_haystack
 from spectrumkv_sglang.probe.needle_runs import (
     CALIBRATION_TOKENS,
@@ -92,8 +92,8 @@ class ProbeProgress:
         return lambda: None
 
 
-def run_probe(options: ProbeOptions, progress: ProbeProgress) -> tuple[ProbeResult, LaunchConfig]:
-    """Probe a model; returns the result and the launch config, written by the caller.
+def run_probe(options: ProbeOptions, progress: ProbeProgress) -> tuple[ProbeResult, LaunchConfig, int]:
+    """Probe a model; returns the result, the launch config, and the command's exit code. The caller writes the files.
 
     Raises:
         SpectrumKVError: the probe could not reach a result; nothing is left running.
@@ -146,7 +146,7 @@ def run_probe(options: ProbeOptions, progress: ProbeProgress) -> tuple[ProbeResu
         total=time.monotonic() - started,
     )
     result = _result(options, decision, record, results, scores, geometry, seconds, memory, command, launch)
-    return result, launch
+    return result, launch, EXIT_CODES[decision.verdict]
 
 
 def load_tokenizer(model: str, flags: Flags) -> Any:
