@@ -2,10 +2,11 @@
 
     python -m spectrumkv_sglang.launch.demo
 
-Starts a plain server, one decode server, a prefill server for each profile shown and a router in front of each, all on
-this machine's loopback; sends the same prompts to all; shows the answers and, from the prefill servers' transfer logs,
-what crossed the wire. As root on Linux the servers live in a network namespace of their own, so that the bytes counted
-on its loopback interface are theirs alone.
+Probes the model; then starts a plain server, one decode server, a prefill server for each profile shown and a router in
+front of each, all on this machine's loopback, decode and the tiered prefill server with `spectrumkv launch` from the
+config that the probe wrote; sends the same prompts to all; shows the answers and, from the prefill servers' transfer
+logs, what crossed the wire. As root on Linux the servers live in a network namespace of their own, so that the bytes
+counted on its loopback interface are theirs alone.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from rich.console import Console
 
 from spectrumkv_sglang.errors import SpectrumKVError
 from spectrumkv_sglang.launch.client import Completion, flush_caches, generate, generate_on_pair
+from spectrumkv_sglang.launch.demo_probe import DemoProbe, run_probe
 from spectrumkv_sglang.launch.demo_report import RequestReport, print_report
 from spectrumkv_sglang.launch.model import fetch_model
 from spectrumkv_sglang.launch.netns import (
@@ -56,13 +58,18 @@ _WIDTH_OF_A_FILE = 110
 
 @dataclass(frozen=True)
 class ShownProfile:
-    """A profile of the demo with its budget b (wire bytes / native bytes)."""
+    """A profile of the demo with its budget b (wire bytes / native bytes); ``probed``: the probe has judged it."""
 
     name: str
     budget: float
+    probed: bool = False
 
 
-PROFILES = (ShownProfile("native-packed", 1.0), ShownProfile("int8", 0.55), ShownProfile("spectrum", 0.35))
+PROFILES = (
+    ShownProfile("native-packed", 1.0),
+    ShownProfile("int8", 0.55),
+    ShownProfile("spectrum", 0.28, probed=True),
+)
 
 
 @dataclass(frozen=True)
@@ -88,6 +95,7 @@ class Demo:
         backend: value of ``--disaggregation-transfer-backend``. With SGLang's own ``mooncake`` or ``mooncake_tcp``
             there is one prefill server and no transfer log, so its figures stay empty: a control.
         max_new_tokens: tokens generated for each prompt.
+        launch_config: what the probe wrote; None with SGLang's own backends.
         direct: send requests to the two servers as a router would, instead of starting routers.
     """
 
@@ -101,9 +109,11 @@ class Demo:
         device: Device,
         backend: str,
         max_new_tokens: int,
+        launch_config: Path | None = None,
         direct: bool = False,
     ) -> None:
         self.direct = direct
+        self.launch_config = launch_config
         self.console = console
         self.fleet = fleet
         self.namespace = namespace
@@ -120,7 +130,7 @@ class Demo:
         memory. Nothing starts while something is measured.
         """
         plain = self._start(Role.PLAIN, "plain")
-        decode = self._start(Role.DECODE, "decode")
+        decode = self._start(Role.DECODE, "decode", launch_config=self.launch_config)
         first, *others = self._shown()
         pairs = [self._start_pair(first, decode)]
         self._wait_ready()
@@ -138,7 +148,9 @@ class Demo:
     def _shown(self) -> tuple[ShownProfile, ...]:
         return PROFILES if self.backend.startswith("spectrumkv") else (ShownProfile(self.backend, 1.0),)
 
-    def _start(self, role: Role, name: str, env: dict[str, str] | None = None) -> SGLangServer:
+    def _start(
+        self, role: Role, name: str, env: dict[str, str] | None = None, launch_config: Path | None = None
+    ) -> SGLangServer:
         spec = ServerSpec(
             role=role,
             model=self.model,
@@ -146,6 +158,7 @@ class Demo:
             device=self.device,
             env=env or {},
             namespace=self.namespace,
+            launch_config=launch_config,
         )
         return self.fleet.start(SGLangServer(spec, name, log_dir=_LOG_DIR))
 
@@ -160,7 +173,8 @@ class Demo:
                 "SPECTRUMKV_BUDGET": str(shown.budget),
                 "SPECTRUMKV_TRANSFER_LOG": str(path),
             }
-        prefill = self._start(Role.PREFILL, f"prefill-{shown.name}", env)
+        launch_config = self.launch_config if shown.probed else None
+        prefill = self._start(Role.PREFILL, f"prefill-{shown.name}", env, launch_config)
         if self.direct:
             return ProfilePair(shown.name, shown.budget, prefill, None, log)
         router = Router(prefill, decode, f"router-{shown.name}", log_dir=_LOG_DIR)
@@ -213,9 +227,10 @@ class Demo:
         return counters.sent
 
 
-def report_json(reports: list[RequestReport], device: Device) -> dict[str, Any]:
+def report_json(reports: list[RequestReport], device: Device, probe: DemoProbe | None) -> dict[str, Any]:
     """Return the content of the JSON file."""
     return {
+        "probe": None if probe is None else json.loads(probe.result.read_text(encoding="utf-8")),
         "requests": [report.as_json() for report in reports],
         "sglang": installed_version(),
         "device": device.value,
@@ -253,6 +268,9 @@ def run_demo(
     console.print(f"SGLang {installed_version()} on {device.value}, backend {backend}")
     model = model or fetch_model(console=console)
     shutil.rmtree(_LOG_DIR, ignore_errors=True)
+    probe = None
+    if backend.startswith("spectrumkv"):
+        probe = run_probe(console, model=model, device=device, backend=backend, folder=json_path.parent)
     with ExitStack() as stack:
         namespace = stack.enter_context(_servers_namespace(console))
         fleet = stack.enter_context(Fleet())
@@ -264,13 +282,15 @@ def run_demo(
             device=device,
             backend=backend,
             max_new_tokens=max_new_tokens,
+            launch_config=probe.launch_config if probe is not None else None,
             direct=direct,
         )
         reports = demo.run()
     print_report(console, reports)
     json_path.parent.mkdir(parents=True, exist_ok=True)
-    json_path.write_text(json.dumps(report_json(reports, device), indent=2) + "\n", encoding="utf-8")
-    console.print(f"written: {json_path}")
+    json_path.write_text(json.dumps(report_json(reports, device, probe), indent=2) + "\n", encoding="utf-8")
+    files = [json_path, *((probe.launch_config, probe.result, probe.plot) if probe is not None else ())]
+    console.print(f"written: {', '.join(map(str, files))}")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -90,6 +90,11 @@ def detect_device() -> Device:
     return Device.CUDA if listing.returncode == 0 and "GPU" in listing.stdout else Device.CPU
 
 
+def device_flags(device: Device) -> tuple[str, ...]:
+    """Flags of this project's demo and tests for a server on ``device``."""
+    return (*_COMMON_FLAGS, *(_CPU_FLAGS if device is Device.CPU else _GPU_FLAGS))
+
+
 def default_backend() -> str:
     """``spectrumkv`` on a machine with an RDMA device, ``spectrumkv_tcp`` elsewhere."""
     has_rdma = _INFINIBAND.is_dir() and any(_INFINIBAND.iterdir())
@@ -127,6 +132,8 @@ class ServerSpec:
         extra_args: flags put last, so that they override the ones chosen here.
         own_flags: put the flags of this project's demo and tests first; False: only what is needed to reach the
             server.
+        launch_config: file of `spectrumkv launch`, which then starts a prefill or decode server: model, backend and
+            flags come from it.
         env: environment variables on top of the program's own.
         python_paths: folders put in front on ``PYTHONPATH``.
         namespace: network namespace to run in.
@@ -141,6 +148,7 @@ class ServerSpec:
     host: str = LOOPBACK_ADDRESS
     extra_args: tuple[str, ...] = ()
     own_flags: bool = True
+    launch_config: Path | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     python_paths: tuple[Path, ...] = ()
     namespace: NetworkNamespace | None = None
@@ -149,11 +157,15 @@ class ServerSpec:
     def flags(self, port: int, bootstrap_port: int) -> tuple[str, ...]:
         """Return the flags of ``sglang.launch_server`` for this server."""
         on_cpu = self.device is Device.CPU
+        flags = ["--host", self.host, "--port", str(port), "--nccl-port", str(free_port(self.namespace))]
+        if self.launch_config is not None:
+            if self.role is Role.PREFILL:
+                flags += ["--disaggregation-bootstrap-port", str(bootstrap_port)]
+            return (*flags, *self.extra_args)
         model = self.model if isinstance(self.model, str) else str(self.model.resolve())
-        flags = ["--model-path", model, "--host", self.host, "--port", str(port)]
-        flags += ["--nccl-port", str(free_port(self.namespace))]
+        flags = ["--model-path", model, *flags]
         if self.own_flags:
-            flags += [*_COMMON_FLAGS, *(_CPU_FLAGS if on_cpu else _GPU_FLAGS)]
+            flags += device_flags(self.device)
         if self.role is not Role.PLAIN:
             flags += ["--disaggregation-mode", self.role.value, "--disaggregation-transfer-backend", self.backend]
         if self.role is Role.PREFILL:
@@ -163,6 +175,14 @@ class ServerSpec:
             # Without it decode pins host memory through CUDA's runtime.
             flags += ["--disaggregation-decode-retraction-backup", "cpu_tensor"]
         return (*flags, *self.extra_args)
+
+    def command(self, port: int, bootstrap_port: int) -> tuple[str, ...]:
+        """Return the command line of this server."""
+        flags = self.flags(port, bootstrap_port)
+        if self.launch_config is None:
+            return (sys.executable, "-m", "sglang.launch_server", *flags)
+        config = ("--config", str(self.launch_config.resolve()))
+        return (sys.executable, "-m", "spectrumkv_sglang.cli", "launch", self.role.value, *config, *flags)
 
     def environment(self) -> dict[str, str]:
         """Return the server's whole environment."""
@@ -199,7 +219,7 @@ class SGLangServer(ManagedProcess):
         log_dir.mkdir(parents=True, exist_ok=True)
         super().__init__(
             name,
-            [sys.executable, "-m", "sglang.launch_server", *spec.flags(self.port, self.bootstrap_port)],
+            spec.command(self.port, self.bootstrap_port),
             env=spec.environment(),
             # Not the repository's root: `python -m` puts the working directory on the path, and the folder kernels/
             # there would hide the package of that name which SGLang imports.

@@ -1,0 +1,64 @@
+"""The demo's first step: `spectrumkv probe`, run as an operator runs it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from spectrumkv_sglang.errors import SpectrumKVError
+from spectrumkv_sglang.launch.servers import CPU_SHIMS, Device, device_flags
+
+# What a short demo leaves for needles; an operator's probe takes 45 s.
+_NEEDLE_SECONDS = 20
+_STOP_SECONDS = 30.0
+_RESULT_EXIT_CODES = (0, 10, 11)
+
+
+class DemoProbeError(SpectrumKVError):
+    """The probe had no result; it has said why."""
+
+
+@dataclass(frozen=True)
+class DemoProbe:
+    """Files that the probe wrote: launch config, result, picture."""
+
+    launch_config: Path
+    result: Path
+    plot: Path
+
+
+def run_probe(console: Console, *, model: Path, device: Device, backend: str, folder: Path) -> DemoProbe:
+    """Probe ``model`` with the flags of the demo's servers and write the files into ``folder``.
+
+    Raises:
+        DemoProbeError: no result.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    files = DemoProbe(folder / "launch.yaml", folder / "probe.json", folder / "probe.png")
+    options = ["--model-path", str(model), "--out", str(files.launch_config.resolve()), "--backend", backend]
+    options += ["--json", str(files.result.resolve()), "--plot", str(files.plot.resolve())]
+    options += ["--needle-seconds", str(_NEEDLE_SECONDS)]
+    console.print(f"$ spectrumkv probe {' '.join(options)} ...", highlight=False, soft_wrap=True)
+    paths = ([str(CPU_SHIMS.resolve())] if device is Device.CPU else []) + [os.environ.get("PYTHONPATH", "")]
+    with subprocess.Popen(
+        [sys.executable, "-m", "spectrumkv_sglang.cli", "probe", *options, *device_flags(device)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "COLUMNS": str(console.width)},
+        cwd=folder,  # not the repository's root: its folder kernels/ would hide a package that SGLang imports
+    ) as process:
+        try:
+            code = process.wait()
+        except BaseException:
+            process.terminate()  # it stops its server before it ends
+            try:
+                process.wait(_STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+            raise
+    if code not in _RESULT_EXIT_CODES:
+        raise DemoProbeError(f"spectrumkv probe ended with exit status {code}")
+    return files
