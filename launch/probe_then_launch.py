@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,6 +44,7 @@ from spectrumkv_sglang.verification.record import profile_digest
 DEFAULT_OUT = Path("launch.yaml")
 # Exit codes of `spectrumkv probe` after which the launch config is there.
 PROBE_EXIT_CODES = (0, 10, 11)
+_PROBE_GRACE_SECONDS = 30.0
 _OUTCOMES = {
     "low_allowed": "the probe allows the low tier",
     "low_not_allowed": "the probe does not allow the low tier: servers use the tiers high and mid",
@@ -120,9 +121,23 @@ def _run_probe(path: Path, wanted: Wanted) -> None:
     arguments += ["--budget", repr(wanted.budget)] if wanted.budget is not None else []
     arguments += ["--backend", wanted.backend] if wanted.backend is not None else []
     arguments += [*wanted.probe_options, *wanted.engine]
-    code = subprocess.run(python_command("spectrumkv_sglang.cli", *arguments), check=False).returncode
+    code = _run_to_end(python_command("spectrumkv_sglang.cli", *arguments))
     if code not in PROBE_EXIT_CODES:
         raise LaunchError(f"spectrumkv probe ended with exit code {code}, see above: nothing is started")
+
+
+def _run_to_end(command: Sequence[str]) -> int:
+    """Exit code of a command. On a signal to this program it gets the time to end its server and remove its files."""
+    with subprocess.Popen(command) as process:
+        try:
+            return process.wait()
+        except BaseException:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_PROBE_GRACE_SECONDS)
+            raise
+        finally:
+            process.kill()
 
 
 def _use_backend(path: Path, backend: str | None) -> None:

@@ -31,7 +31,7 @@ LOG_TAIL_LINES = 40
 GRACE_SECONDS = 1.0
 _TRACKER_SECONDS = 3.0
 # Waits for end-of-file on its standard input, which comes when the program that holds the other end is gone.
-_LEASH = 'cat >/dev/null; kill -KILL "-$1" 2>/dev/null; rm -rf -- "$2"'
+_LEASH = 'group=$1; shift; cat >/dev/null; kill -KILL "-$group" 2>/dev/null; rm -rf -- "$@"'
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _running: set[ManagedProcess] = set()
@@ -56,9 +56,12 @@ class ManagedProcess:
     Attributes:
         shared_memory_prefix: files in shared memory whose names start so are removed with the process that maps them;
             for subclasses whose program leaves them behind. Empty for none.
+        further_temporary: folders that are removed with the process's own, even should the program be killed. Set
+            before the start.
     """
 
     shared_memory_prefix = ""
+    further_temporary: Sequence[Path] = ()
 
     def __init__(
         self,
@@ -107,6 +110,7 @@ class ManagedProcess:
             raise ProcessError(f"{self.name} has been started before")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._temporary = tempfile.mkdtemp(prefix="spectrumkv-")
+        leashed = [self._temporary, *map(str, self.further_temporary)]
         inside = self.namespace.entered() if self.namespace is not None else nullcontext()
         try:
             with _signals_held(), self.log_path.open("wb") as log, inside:
@@ -122,7 +126,7 @@ class ManagedProcess:
                 with _running_lock:
                     _running.add(self)
                 self._leash = subprocess.Popen(
-                    ["/bin/sh", "-c", _LEASH, "leash", str(self._process.pid), self._temporary],
+                    ["/bin/sh", "-c", _LEASH, "leash", str(self._process.pid), *leashed],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,

@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spectrumkv_sglang.launch.model import ModelError
+from spectrumkv_sglang.launch.packaged_models import ModelError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -19,7 +19,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from spectrumkv_sglang.launch.model import ModelError
+from spectrumkv_sglang.launch.packaged_models import ModelError
 
 if TYPE_CHECKING:
     import torch

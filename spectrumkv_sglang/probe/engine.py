@@ -76,7 +76,9 @@ class ProbeEngine:
     ) -> None:
         self._request_seconds, self._start_seconds = request_seconds, start_seconds
         self._log_path = log_path
-        self._folder = Path(tempfile.mkdtemp(prefix="spectrumkv-probe-"))
+        # Removed at exit at the latest, should a signal come between the steps below.
+        self._temporary = tempfile.TemporaryDirectory(prefix="spectrumkv-probe-", ignore_cleanup_errors=True)
+        self._folder = Path(self._temporary.name)
         self.policies = self._folder / "policies"
         self.policies.mkdir()
         self._results = self._folder / "results.jsonl"
@@ -99,6 +101,7 @@ class ProbeEngine:
         )
         self._fleet = Fleet()
         self._process = SGLangServer(spec, "probe", log_dir=self._folder)
+        self._process.further_temporary = (self._folder,)
         self._stop_sampling = threading.Event()
         self._sampler = threading.Thread(target=self._sample_memory, name="spectrumkv-probe-memory", daemon=True)
         self.load_seconds = 0.0
@@ -172,14 +175,15 @@ class ProbeEngine:
 
     def _close(self, *, failed: bool) -> None:
         self._stop_sampling.set()
-        self._fleet.stop()
-        if self._sampler.is_alive():
-            self._sampler.join(10.0)
-        if failed and self._process.log_path.is_file():
-            with suppress(OSError):
-                self._log_path.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(self._process.log_path, self._log_path)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        try:
+            if failed and self._process.log_path.is_file():
+                with suppress(OSError):
+                    shutil.copyfile(self._process.log_path, self._log_path)
+            self._fleet.stop()  # a signal that arrives meanwhile is raised at its end
+            if self._sampler.is_alive():
+                self._sampler.join(10.0)
+        finally:
+            self._temporary.cleanup()
 
     def _flush(self) -> None:
         self._check_alive()

@@ -21,6 +21,7 @@ DEFAULT_DEPTHS = (0.1, 0.5, 0.9)
 DEFAULT_TRIALS = 3
 DEFAULT_ANSWER_TOKENS = 16
 _MIN_FILLER_TOKENS = 256
+_SPARE_TOKENS = 16  # another archive's name, or number, may take a few more
 _ARCHIVES = (
     *("walnut", "falcon", "juniper", "saffron", "marble", "cobalt", "badger", "lantern", "pelican", "thistle"),
     *("ginger", "velvet", "otter", "cedar", "turquoise", "raven", "maple", "coral", "lobster", "jasmine"),
@@ -97,8 +98,7 @@ def make_trials(
             f"no trials to make: {trials} trials, lengths {list(lengths)}, depths {list(depths)}; give at least one of "
             "each"
         )
-    if wrong := [depth for depth in depths if not 0.0 <= depth <= 1.0]:
-        raise NeedleError(f"depth {wrong[0]} of a needle is not between 0 (start of the text) and 1 (end of it)")
+    check_depths(depths)
     made: list[NeedleTrial] = []
     for length in lengths:
         for depth in _spread(depths, trials):
@@ -106,6 +106,24 @@ def make_trials(
             trial_seed = seed * 1_000_003 + len(made)
             made.append(_make_trial(tokenizer, haystack, length, depth, trial_seed, answer_tokens))
     return made
+
+
+def check_depths(depths: Sequence[float]) -> None:
+    """Raise NeedleError unless every depth lies in 0..1."""
+    if wrong := [depth for depth in depths if not 0.0 <= depth <= 1.0]:
+        raise NeedleError(f"depth {wrong[0]} of a needle is not between 0 (start of the text) and 1 (end of it)")
+
+
+def least_length(tokenizer: Tokenizer, answer_tokens: int = DEFAULT_ANSWER_TOKENS) -> int:
+    """Tokens of the shortest trial: what stands around the text in this model's chat template, and some text.
+
+    Raises:
+        NeedleError: the chat template cannot be used.
+    """
+    longest = max(_ARCHIVES, key=lambda archive: len(tokenizer.encode(archive, add_special_tokens=False)))
+    frame = _frame(tokenizer, longest)
+    around = _count(tokenizer, frame, frame.text([], 0, _NEEDLE.format(archive=longest, number="12345")))
+    return around + _MIN_FILLER_TOKENS + answer_tokens + _SPARE_TOKENS
 
 
 def _spread(depths: Sequence[float], trials: int) -> list[float]:
@@ -183,7 +201,13 @@ def _frame(tokenizer: Tokenizer, archive: str) -> _Frame:
         return _Frame(f"{_INTRODUCTION}", f"\n\n{question}\n{answer_start}", add_special_tokens=True)
     mark = "\x00"
     message = {"role": "user", "content": f"{_INTRODUCTION}{mark}\n\n{question}"}
-    chat = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+    try:
+        chat = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # a template may raise anything
+        raise NeedleError(
+            f"the model's chat template refuses a user's message ({error}): probe with another one in the model's "
+            "directory (tokenizer_config.json or chat_template.jinja)"
+        ) from error
     head, found, tail = chat.partition(mark)
     if not found:
         raise NeedleError("the model's chat template does not pass on the user's message: probe with another template")

@@ -31,14 +31,15 @@ from spectrumkv_sglang.probe.needle_runs import (
     longest_length,
     run_trials,
 )
-from spectrumkv_sglang.probe.needles import DEFAULT_DEPTHS, DEFAULT_TRIALS, make_trials
+from spectrumkv_sglang.probe.needles import DEFAULT_DEPTHS, DEFAULT_TRIALS, least_length, make_trials
 from spectrumkv_sglang.probe.result import RESULT_FORMAT, Control, Memory, Needles, ProbeResult, Seconds
 from spectrumkv_sglang.probe.server_flags import decode_flags, probe_server_flags, with_cpu_defaults
 from spectrumkv_sglang.probe.text_runs import CONTINUATION_TOKENS, PREFIX_TOKENS, WINDOWS, cut_windows, run_windows
 from spectrumkv_sglang.probe.texts import load_judged_text
 from spectrumkv_sglang.profiles.profile import is_profile_path
 from spectrumkv_sglang.profiles.tier import Tier
-from spectrumkv_sglang.verification.fingerprint import ModelFingerprint
+from spectrumkv_sglang.sglang_compat import ServedModel
+from spectrumkv_sglang.verification.fingerprint import ModelFingerprint, fingerprint_model
 from spectrumkv_sglang.verification.record import GateScores, ProbeRecord, ProbeScores
 from spectrumkv_sglang.version import __version__
 
@@ -104,6 +105,8 @@ def run_probe(options: ProbeOptions, progress: ProbeProgress) -> tuple[ProbeResu
     server_flags, left_out = probe_server_flags(flags)
     haystack, text = load_haystack(options.haystack), load_judged_text(options.text)
     tokenizer = load_tokenizer(options.model, options.flags)
+    least_length(tokenizer)  # a chat template that cannot be used is found before the model is loaded
+    before = _fingerprint_on_disk(options)
     if left_out:
         progress.note(f"not used by the probe's own server: {', '.join(f'--{name}' for name in left_out)}")
     progress.note(f"starting SGLang {installed_version()} with {options.model}")
@@ -119,9 +122,10 @@ def run_probe(options: ProbeOptions, progress: ProbeProgress) -> tuple[ProbeResu
     ) as engine:
         progress.note(f"ready after {engine.load_seconds:.0f} s")
         fingerprint = _fingerprint(engine.server)
-        geometry = _geometry(engine.server)
+        _require_unchanged(before, fingerprint)
+        geometry = engine.server.geometry
         names = policies.write_policies(options.config, geometry, engine.policies)
-        progress.note(f"KV pool: {engine.server.dtype}, {engine.server.pool_tokens} tokens, page {geometry.page_size}")
+        progress.note(f"KV pool: {geometry.dtype}, {engine.server.pool_tokens} tokens, page {geometry.page_size}")
         needle_started = time.monotonic()
         needle_names = [name for name in _NEEDLE_POLICIES if name in names]
         results = _run_needles(engine, tokenizer, haystack, options, needle_names, progress)
@@ -189,6 +193,12 @@ def _run_needles(
             f"the server takes prompts of {longest} tokens, needles need at least {MIN_LENGTH}: raise --context-length "
             "or --max-total-tokens"
         )
+    least = least_length(tokenizer)
+    if least > longest:
+        raise ProbeError(
+            f"the server takes prompts of {longest} tokens, but needles in this model's chat template need at least "
+            f"{least}: raise --context-length or --max-total-tokens"
+        )
     lengths = options.lengths
     if too_long := [length for length in lengths if length > longest]:
         raise ProbeError(
@@ -196,14 +206,16 @@ def _run_needles(
             "--context-length or --max-total-tokens"
         )
     if not lengths:
-        calibration = min(CALIBRATION_TOKENS, longest - 16)
+        calibration = min(max(CALIBRATION_TOKENS, least), longest)
         sample = make_trials(tokenizer, haystack, lengths=[calibration], trials=1, seed=options.seed + 1)[0]
         engine.generate(sample.token_ids, NATIVE, 2)  # the first request warms the server up
         begun = time.monotonic()
         engine.generate(sample.token_ids, NATIVE, 2)
         measured = time.monotonic() - begun
         prompts = options.trials * (1 + len(names))
-        lengths = (choose_length(longest, measured, prompts, options.needle_seconds),)
+        lengths = (
+            choose_length(longest, measured * CALIBRATION_TOKENS / calibration, prompts, options.needle_seconds, least),
+        )
         progress.note(
             f"needle prompts of {lengths[0]} tokens ({measured:.1f} s for {calibration}, {prompts} prompts, "
             f"--needle-seconds {options.needle_seconds:g})"
@@ -229,7 +241,7 @@ def _run_text(
         prefix_tokens=options.prefix_tokens,
         continuation_tokens=options.continuation_tokens,
         windows=options.windows,
-        page_size=engine.server.page_size,
+        page_size=engine.server.geometry.page_size,
         longest=longest_length(engine.server.context_tokens, engine.server.pool_tokens),
     )
     advance = progress.begin("text", len(windows) * (1 + len(names)))
@@ -245,15 +257,28 @@ def _fingerprint(server: ServerRecord) -> ModelFingerprint:
     return ModelFingerprint(**server.fingerprint)
 
 
-def _geometry(server: ServerRecord) -> KVGeometry:
-    return KVGeometry(
-        layers=server.layers,
-        kv_heads=server.kv_heads,
-        head_dim=server.head_dim,
-        v_head_dim=server.v_head_dim,
-        page_size=server.page_size,
-        dtype=server.dtype,
-    )
+def _fingerprint_on_disk(options: ProbeOptions) -> ModelFingerprint | None:
+    """Of the model before it is loaded; None where it is not on this machine yet."""
+    revision, folder = options.flags.get("revision"), options.flags.get("download-dir")
+    local = ServedModel(
+        path=options.model,
+        quantization=None,
+        revision=str(revision) if revision else None,
+        download_dir=str(folder) if folder else None,
+    ).local_path()
+    return fingerprint_model(local, quantization=None, dtype="") if local is not None else None
+
+
+def _require_unchanged(before: ModelFingerprint | None, loaded: ModelFingerprint) -> None:
+    """Refuse a model whose files were replaced while it was loaded: nobody could say which one was probed."""
+    if before is None:
+        return
+    same_settings = before.model_copy(update={"quantization": loaded.quantization, "dtype": loaded.dtype})
+    if changed := same_settings.differences(loaded):
+        fields = ", ".join(text.partition(":")[0] for text in changed)
+        raise ProbeError(
+            f"the model's files changed while it was loaded ({fields}): probe again once they are complete"
+        )
 
 
 def _tiered_passes(results: Sequence[NeedleResult]) -> int:

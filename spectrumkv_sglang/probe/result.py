@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from spectrumkv_sglang.probe.errors import ProbeError
 from spectrumkv_sglang.probe.needle_runs import NeedleResult
 
 RESULT_FORMAT = 1
+_SCORES = ("ppl", "dppl_pct", "kl", "top1")
 
 
 class Needles(msgspec.Struct, frozen=True):
@@ -75,7 +77,7 @@ class ProbeResult(msgspec.Struct, frozen=True):
 
 
 def encode_result(result: ProbeResult) -> bytes:
-    """The result as indented JSON."""
+    """The result as indented JSON; a score that is no number, nan or inf, is null."""
     return msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n"
 
 
@@ -92,8 +94,19 @@ def read_result(path: Path) -> ProbeResult:
             raise ProbeError(
                 f"{path} has format {found.get('format')!r}, expected {RESULT_FORMAT}: probe again with this version"
             )
-        return msgspec.json.decode(content, type=ProbeResult)
+        return msgspec.convert(_with_numbers(found), type=ProbeResult)
     except OSError as error:
         raise ProbeError(f"cannot read probe result {path}: {error.strerror}") from error
     except msgspec.DecodeError as error:
         raise ProbeError(f"{path} is no probe result (what `spectrumkv probe --json FILE` writes): {error}") from error
+
+
+def _with_numbers(document: Any) -> Any:
+    """The document with nan for scores that are null."""
+    if not isinstance(document, dict):
+        return document
+    scores = {name: document[name] for name in _SCORES if isinstance(document.get(name), dict)}
+    return document | {
+        name: {policy: math.nan if score is None else score for policy, score in by_policy.items()}
+        for name, by_policy in scores.items()
+    }

@@ -77,8 +77,8 @@ def run_windows(
     native = _mean(judged[NATIVE], "nll")
     return {
         policy: GateScores(
-            ppl=math.exp(_mean(records, "nll")),
-            dppl_pct=100 * math.expm1(_mean(records, "nll") - native),
+            ppl=_exp(_mean(records, "nll")),
+            dppl_pct=100 * (_exp(_mean(records, "nll") - native) - 1),
             kl=_mean(records, "kl"),
             top1=_mean(records, "top1"),
         )
@@ -89,3 +89,10 @@ def run_windows(
 def _mean(records: Sequence[JudgedRecord], field: str) -> float:
     tokens = sum(record.tokens for record in records)
     return float(sum(getattr(record, field) * record.tokens for record in records) / tokens)
+
+
+def _exp(value: float) -> float:
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf

