@@ -42,9 +42,11 @@ def payload_checksum(payload: torch.Tensor) -> int:
     check_checksum_input(payload)
     words = payload.numel() // _WORD_BYTES
     if payload.is_cuda:
-        from spectrumkv_sglang.kernels.triton_checksum import mixed_block_sums
+        from spectrumkv_sglang.kernels.triton_checksum import sum_payload
 
-        total = int(mixed_block_sums(payload).sum().item())
+        verdict = torch.zeros(3, dtype=torch.int64, device=payload.device)
+        sum_payload(payload.view(torch.int64), payload.view(torch.int64), verdict)
+        total = int(verdict[0].item())
     else:
         total = _sum_of_mixed_block_sums(payload.numpy().view(np.uint64))
     return combine(total, words)

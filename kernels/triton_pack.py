@@ -1,7 +1,4 @@
-"""Gather rows of a pool buffer by slot id and quantise them into a payload, one launch per segment.
-
-The torch references are the quantisers' `quantise` methods; results are equal bit for bit, NaN payloads included.
-"""
+"""Gather rows of the pool by slot id, quantise them into a payload and sum it up, one launch per group of segments."""
 
 # Triton reads the annotations of kernels, so only what it knows can stand there.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -13,195 +10,210 @@ import triton
 import triton.language as tl
 
 from spectrumkv_sglang.kernels.precision import Precision
+from spectrumkv_sglang.kernels.segment_group import TABLE_COLUMNS, SegmentGroup, TileShape
+from spectrumkv_sglang.kernels.triton_encode import encode_fp8_e4m3, encode_int4, encode_int8
 from spectrumkv_sglang.kernels.triton_tiles import (
-    as_kernel_pool,
-    check_rows,
-    divisor_of,
-    is_finite,
+    BLOCK_BITS,
+    STEP,
+    add_to_block_sums,
+    beyond_block,
+    crosses_block,
+    has_capability,
+    kernel_pool,
     launch,
-    load_float32,
-    pool_addresses,
-    round_to_even,
+    mix,
+    move_to_next_block,
+    pool_format,
+    scramble,
+    shape_for,
+    tile_arguments,
+    to_float32,
 )
+from spectrumkv_sglang.kernels.triton_tiles import BLOCK_WORDS as CHECKSUM_BLOCK
 
-
-@triton.jit
-def _pack_native(
-    pool_ptr,
-    slots_ptr,
-    codes_ptr,
-    params_ptr,
-    pairs,
-    heads,
-    head_lo,
-    dim,
-    slot_stride,
-    head_stride,
-    BFLOAT16: tl.constexpr,
-    BLOCK_PAIRS: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-):
-    pair = tl.program_id(0) * BLOCK_PAIRS + tl.arange(0, BLOCK_PAIRS)
-    element = tl.arange(0, BLOCK_DIM)
-    mask = (pair < pairs)[:, None] & (element < dim)[None, :]
-    source = pool_addresses(slots_ptr, pair, element, pairs, heads, head_lo, slot_stride, head_stride)
-    values = tl.load(pool_ptr + source, mask=mask, other=0)
-    tl.store(codes_ptr + pair.to(tl.int64)[:, None] * dim + element[None, :], values, mask=mask)
-
-
-@triton.jit
-def _pack_int8(
-    pool_ptr,
-    slots_ptr,
-    codes_ptr,
-    params_ptr,
-    pairs,
-    heads,
-    head_lo,
-    dim,
-    slot_stride,
-    head_stride,
-    BFLOAT16: tl.constexpr,
-    BLOCK_PAIRS: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-):
-    pair = tl.program_id(0) * BLOCK_PAIRS + tl.arange(0, BLOCK_PAIRS)
-    element = tl.arange(0, BLOCK_DIM)
-    mask = (pair < pairs)[:, None] & (element < dim)[None, :]
-    source = pool_addresses(slots_ptr, pair, element, pairs, heads, head_lo, slot_stride, head_stride)
-    values = load_float32(pool_ptr + source, mask, BFLOAT16)
-    peak = tl.max(tl.where(is_finite(values), tl.abs(values), 0.0), axis=1)
-    scale = tl.minimum(tl.div_rn(peak, 127.0), 65504.0).to(tl.float16)
-    scaled = tl.div_rn(tl.where(values == values, values, 0.0), divisor_of(scale)[:, None])
-    codes = round_to_even(tl.minimum(tl.maximum(scaled, -127.0), 127.0)).to(tl.int32)
-    tl.store(codes_ptr + pair.to(tl.int64)[:, None] * dim + element[None, :], (codes & 0xFF).to(tl.uint8), mask=mask)
-    tl.store(params_ptr + pair, scale, mask=pair < pairs)
-
-
-@triton.jit
-def _pack_fp8_e4m3(
-    pool_ptr,
-    slots_ptr,
-    codes_ptr,
-    params_ptr,
-    pairs,
-    heads,
-    head_lo,
-    dim,
-    slot_stride,
-    head_stride,
-    BFLOAT16: tl.constexpr,
-    BLOCK_PAIRS: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-):
-    pair = tl.program_id(0) * BLOCK_PAIRS + tl.arange(0, BLOCK_PAIRS)
-    element = tl.arange(0, BLOCK_DIM)
-    mask = (pair < pairs)[:, None] & (element < dim)[None, :]
-    source = pool_addresses(slots_ptr, pair, element, pairs, heads, head_lo, slot_stride, head_stride)
-    values = load_float32(pool_ptr + source, mask, BFLOAT16)
-    peak = tl.max(tl.where(is_finite(values), tl.abs(values), 0.0), axis=1)
-    scale = tl.minimum(tl.div_rn(peak, 448.0), 65504.0).to(tl.float16)
-    scaled = tl.div_rn(tl.where(values == values, values, 0.0), divisor_of(scale)[:, None])
-    bits = tl.minimum(tl.maximum(scaled, -448.0), 448.0).to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    # Normal numbers: drop 20 mantissa bits, nearest even, and move the exponent bias from 127 to 7.
-    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
-    # Below 2^-6 the step is 2^-9, the step of float32 numbers around 2^14 = 0x46800000.
-    subnormal = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-    codes = tl.where(magnitude < 0x3C800000, subnormal, normal) | ((bits >> 24) & 0x80)
-    tl.store(codes_ptr + pair.to(tl.int64)[:, None] * dim + element[None, :], codes.to(tl.uint8), mask=mask)
-    tl.store(params_ptr + pair, scale, mask=pair < pairs)
-
-
-@triton.jit
-def _pack_int4(
-    pool_ptr,
-    slots_ptr,
-    codes_ptr,
-    params_ptr,
-    pairs,
-    heads,
-    head_lo,
-    dim,
-    slot_stride,
-    head_stride,
-    BFLOAT16: tl.constexpr,
-    BLOCK_PAIRS: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-):
-    pair = tl.program_id(0) * BLOCK_PAIRS + tl.arange(0, BLOCK_PAIRS)
-    column = tl.arange(0, BLOCK_DIM // 2)
-    inside = (column < dim // 2)[None, :]
-    mask = (pair < pairs)[:, None] & inside
-    source = pool_addresses(slots_ptr, pair, column * 2, pairs, heads, head_lo, slot_stride, head_stride)
-    even = load_float32(pool_ptr + source, mask, BFLOAT16)
-    odd = load_float32(pool_ptr + source + 1, mask, BFLOAT16)
-    finite_even = tl.where(is_finite(even), even, 0.0)
-    finite_odd = tl.where(is_finite(odd), odd, 0.0)
-    low = tl.min(tl.where(inside, tl.minimum(finite_even, finite_odd), float("inf")), axis=1)
-    high = tl.max(tl.where(inside, tl.maximum(finite_even, finite_odd), float("-inf")), axis=1)
-    # Adding 0 turns -0 into +0, as in the reference.
-    zero = (tl.minimum(tl.maximum(low, -65504.0), 65504.0) + 0.0).to(tl.float16)
-    wide_zero = zero.to(tl.float32)
-    scale = (tl.minimum(tl.maximum(tl.div_rn(high - wide_zero, 15.0), 0.0), 65504.0) + 0.0).to(tl.float16)
-    divisor = divisor_of(scale)[:, None]
-    even = tl.div_rn(tl.where(even == even, even, 0.0) - wide_zero[:, None], divisor)
-    odd = tl.div_rn(tl.where(odd == odd, odd, 0.0) - wide_zero[:, None], divisor)
-    low_nibble = round_to_even(tl.minimum(tl.maximum(even, 0.0), 15.0)).to(tl.int32)
-    high_nibble = round_to_even(tl.minimum(tl.maximum(odd, 0.0), 15.0)).to(tl.int32)
-    target = codes_ptr + pair.to(tl.int64)[:, None] * (dim // 2) + column[None, :]
-    tl.store(target, (low_nibble | (high_nibble << 4)).to(tl.uint8), mask=mask)
-    tl.store(params_ptr + pair * 2, scale, mask=pair < pairs)
-    tl.store(params_ptr + pair * 2 + 1, zero, mask=pair < pairs)
-
-
-_KERNELS = {
-    Precision.NATIVE: _pack_native,
-    Precision.INT8: _pack_int8,
-    Precision.FP8_E4M3: _pack_fp8_e4m3,
-    Precision.INT4: _pack_int4,
+SHAPES = {
+    Precision.NATIVE: TileShape(4096, 4),
+    Precision.INT8: TileShape(4096, 4, 48),
+    Precision.FP8_E4M3: TileShape(8192, 4, 96),
+    Precision.INT4: TileShape(8192, 4, 96),
 }
+"""Tiles that were fastest on an H200 (docs/results/gpu.md)."""
+
+_COLUMNS = tl.constexpr(TABLE_COLUMNS)
+_PADDING_LANES = tl.constexpr(256)
+"""More than the 16-bit halves of padding between two segments (at most 4 and 128)."""
 
 
-def pack_rows(
-    precision: Precision,
-    buffer: torch.Tensor,
-    pool_rows: torch.Tensor,
-    head_lo: int,
-    codes: torch.Tensor,
-    params: torch.Tensor,
+@triton.jit(
+    do_not_specialize=["pairs", "tiles", "slot_stride", "head_stride"],
+    do_not_specialize_on_alignment=["slots_ptr"],
+)
+def _pack_tiles(
+    pool_ptr,
+    payload_ptr,
+    sums_ptr,
+    slots_ptr,
+    table_ptr,
+    pairs,
+    tiles,
+    slot_stride,
+    head_stride,
+    PRECISION: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    ITEMSIZE: tl.constexpr,
+    BFLOAT16: tl.constexpr,
+    FLOAT16: tl.constexpr,
+    HARDWARE_FP8: tl.constexpr,
+    CHECKSUM: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):
+    segment = tl.program_id(0) // tiles
+    tile = tl.program_id(0) % tiles
+    entry = table_ptr + segment * _COLUMNS
+    pool_start = tl.load(entry)
+    codes_start = tl.load(entry + 1) * 2
+    params_start = tl.load(entry + 2) * 2
+    segment_end = tl.load(entry + 3) * 2
+
+    PER_UNIT: tl.constexpr = 16 // ITEMSIZE
+    HALF_DIM: tl.constexpr = BLOCK_DIM // 2
+    FULL: tl.constexpr = BLOCK_DIM == DIM
+    # Where the right half of a head begins. INT4 takes heads in alternate runs of eight, so that a thread holds all
+    # sixteen codes of a word.
+    RIGHT: tl.constexpr = 8 if PRECISION == 3 else HALF_DIM
+    WORDS: tl.constexpr = DIM * ITEMSIZE // 8 if PRECISION == 0 else (DIM // 16 if PRECISION == 3 else DIM // 8)
+    TILE_WORDS: tl.constexpr = BLOCK_DIM * ITEMSIZE // 8 if PRECISION == 0 else HALF_DIM // 8
+
+    # Pairs beyond the last repeat it when reading, so that loads need no mask.
+    lane = tl.arange(0, BLOCK_PAIRS)
+    pair = tile * BLOCK_PAIRS + lane
+    inside = pair < pairs
+    readable = tl.minimum(pair, pairs - 1)
+    slot = tl.load(slots_ptr + readable // HEADS)
+    start = pool_start + slot * slot_stride + (readable % HEADS).to(tl.int64) * head_stride
+
+    first = codes_start + tile.to(tl.int64) * (BLOCK_PAIRS * WORDS)
+    word = tl.arange(0, TILE_WORDS)
+    offset = lane[:, None] * WORDS + word[None, :]
+    valid = inside[:, None] & (word < WORDS)[None, :]
+    if PRECISION == 0:
+        source = pool_ptr + ((start * 2)[:, None] + word[None, :])
+        words = tl.load(source) if FULL else tl.load(source, mask=(word < WORDS)[None, :], other=0)
+    else:
+        element = tl.arange(0, HALF_DIM)
+        if PRECISION == 3:
+            element = (element // 8) * 16 + element % 8
+        source = pool_ptr + ((start * PER_UNIT)[:, None] + element[None, :])
+        inside_left, inside_right = (element < DIM)[None, :], (element < DIM - RIGHT)[None, :]
+        if FULL:
+            left, right = tl.load(source), tl.load(source + RIGHT)
+        else:
+            left = tl.load(source, mask=inside_left, other=0)
+            right = tl.load(source + RIGHT, mask=inside_right, other=0)
+        left, right = to_float32(left, BFLOAT16), to_float32(right, BFLOAT16)
+        if PRECISION == 1:
+            words, right_words, params = encode_int8(left, right, BLOCK_PAIRS, HALF_DIM, BFLOAT16)
+        elif PRECISION == 2:
+            words, right_words, params = encode_fp8_e4m3(left, right, BLOCK_PAIRS, HALF_DIM, HARDWARE_FP8)
+        else:
+            words, params = encode_int4(left, right, inside_left, inside_right, BLOCK_PAIRS, HALF_DIM, FULL)
+        if PRECISION == 3:
+            params_ptr = (payload_ptr + params_start).to(tl.pointer_type(tl.int32))
+            tl.store(params_ptr + pair, params, mask=inside)
+        else:
+            params_ptr = (payload_ptr + params_start).to(tl.pointer_type(tl.int16))
+            tl.store(params_ptr + pair, params.to(tl.int16), mask=inside)
+
+    tl.store(payload_ptr + (first + offset), words, mask=valid)
+    if CHECKSUM:
+        crosses = crosses_block(first, BLOCK_PAIRS * WORDS)
+        sums = mix(words, first, offset, valid)
+        if crosses:
+            move_to_next_block(sums_ptr, beyond_block(sums, first, offset), first)
+    if PRECISION == 1 or PRECISION == 2:
+        right_offset = offset + TILE_WORDS
+        right_valid = inside[:, None] & (word < WORDS - TILE_WORDS)[None, :]
+        tl.store(payload_ptr + (first + right_offset), right_words, mask=right_valid)
+        if CHECKSUM:
+            right_sums = mix(right_words, first, right_offset, right_valid)
+            if crosses:
+                move_to_next_block(sums_ptr, beyond_block(right_sums, first, right_offset), first)
+            sums += right_sums
+    if CHECKSUM:
+        add_to_block_sums(sums_ptr, sums, first)
+
+    if tile == tiles - 1:
+        # Padding: a word between codes and parameters (lane 0), and what follows the parameters, or native codes.
+        codes_end = (codes_start + pairs.to(tl.int64) * WORDS) * 4
+        if PRECISION == 0:
+            params_end = codes_end
+            gap_end = codes_end
+        else:
+            params_end = params_start * 4 + pairs * (2 if PRECISION == 3 else 1)
+            gap_end = params_start * 4
+        halves_ptr = payload_ptr.to(tl.pointer_type(tl.int16))
+        padding = tl.arange(0, _PADDING_LANES)
+        index = tl.where(padding < 4, codes_end + padding, params_end + padding - 4)
+        empty = index < tl.where(padding < 4, gap_end, segment_end * 4)
+        tl.store(halves_ptr + index, tl.zeros((_PADDING_LANES,), dtype=tl.int16), mask=empty)
+        if CHECKSUM:
+            index //= 4
+            mixed_zeros = scramble(((index & (CHECKSUM_BLOCK - 1)) + 1) * STEP)
+            tl.atomic_add(sums_ptr + (index >> BLOCK_BITS), mixed_zeros, mask=empty & (padding == 0), sem="relaxed")
+
+
+def pack_segments(
+    group: SegmentGroup,
+    table: torch.Tensor,
+    slots: torch.Tensor,
+    pool: torch.Tensor,
+    payload: torch.Tensor,
+    block_sums: torch.Tensor,
+    checksum: bool = True,
+    shape: TileShape | None = None,
 ) -> None:
-    """Encode ``buffer[pool_rows, head_lo : head_lo + heads]`` on the current stream.
+    """Encode the rows ``slots`` of every segment of a group on the current stream, padding included.
 
     Args:
-        precision: how to encode.
-        buffer: pool buffer [slots, heads, dim], float32, float16 or bfloat16, any slot and head stride.
-        pool_rows: contiguous int64 [rows], each a valid slot (not checked here).
-        head_lo: first head.
-        codes: contiguous uint8 [rows, heads, c], written.
-        params: contiguous float16 [rows, heads, p], written.
-
-    Raises:
-        SpectrumKVError: a tensor has another type or stride.
+        group: what the segments have in common; ``rows`` and ``segments`` at least 1.
+        table: int64 [segments, 4] on the device, see `TABLE_COLUMNS`.
+        slots: int64 [rows] on the device, valid pool slots (not checked here).
+        pool: first key buffer, which the table's addresses count from.
+        payload: the payload as int64 words, at a 16-byte boundary; on the device or in pinned host memory.
+        block_sums: int64, at least one more than the payload's checksum blocks; scrambled words are added.
+        checksum: whether to add them.
+        shape: how to cut the work; None for what was fastest.
     """
-    check_rows(buffer, pool_rows, codes, params)
-    rows, heads = codes.shape[:2]
-    dim = buffer.shape[2]
-    pool = as_kernel_pool(buffer)
+    shape = shape or shape_for(block_sums.device, SHAPES[group.precision])
+    pairs = group.rows * group.heads
+    blocks = tile_arguments(group, shape)
+    tiles = triton.cdiv(pairs, blocks["BLOCK_PAIRS"])
     launch(
-        _KERNELS[precision],
-        rows * heads,
-        dim,
-        buffer.device,
-        pool,
-        pool_rows,
-        codes.view(pool.dtype) if precision is Precision.NATIVE else codes,
-        params,
-        rows * heads,
-        heads,
-        head_lo,
-        dim,
-        buffer.stride(0),
-        buffer.stride(1),
-        BFLOAT16=buffer.dtype == torch.bfloat16,
+        _pack_tiles,
+        tiles * group.segments,
+        block_sums.device,
+        shape,
+        (
+            kernel_pool(group, pool),
+            payload,
+            block_sums,
+            slots,
+            table,
+            pairs,
+            tiles,
+            group.slot_stride,
+            group.head_stride,
+        ),
+        {
+            "PRECISION": int(group.precision),
+            "HEADS": group.heads,
+            "DIM": group.dim,
+            "ITEMSIZE": group.dtype.itemsize,
+            "HARDWARE_FP8": has_capability(block_sums.device, 8, 9),
+            "CHECKSUM": checksum,
+            **pool_format(group),
+            **blocks,
+        },
     )

@@ -1,8 +1,10 @@
-"""Addresses and number formats that the pack and unpack kernels share.
+"""What the pack and unpack kernels share: tiles, exact arithmetic and the running checksum.
 
-A tile is ``BLOCK_PAIRS`` (row, head) pairs by ``BLOCK_DIM`` elements. Rounding to integers and to bfloat16 is spelled
-out in integer and float32 arithmetic, so that compiled and interpreted kernels and the torch reference give the same
-bits; launches switch multiply-add fusion off for the same reason.
+A launch works on a `SegmentGroup`: segments that differ only in where they lie. Its tile is ``BLOCK_PAIRS`` (row, head)
+pairs of one segment by the elements of a head; payloads are read and written as 64-bit words, which the checksum is
+defined on. Rounding to integers and to bfloat16 is spelled out in integer and float32 arithmetic, so that compiled and
+interpreted kernels and the torch reference give the same bits; launches switch multiply-add fusion off for the same
+reason.
 """
 
 # Triton reads the annotations of kernels, so only what it knows can stand there.
@@ -10,38 +12,83 @@ bits; launches switch multiply-add fusion off for the same reason.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from spectrumkv_sglang.errors import SpectrumKVError
+from spectrumkv_sglang.kernels.checksum import (
+    FIRST_FACTOR,
+    FIRST_SHIFT,
+    POSITION_STEP,
+    SECOND_FACTOR,
+    SECOND_SHIFT,
+    THIRD_SHIFT,
+    WORDS_PER_BLOCK,
+)
+from spectrumkv_sglang.kernels.precision import Precision
+from spectrumkv_sglang.kernels.segment_group import SegmentGroup, TileShape
 
-_TILE_ELEMENTS = 2048
+# Constants as signed 64-bit numbers: the same bits as unsigned arithmetic.
+STEP = tl.constexpr(POSITION_STEP - 2**64)
+FIRST = tl.constexpr(FIRST_FACTOR - 2**64)
+SECOND = tl.constexpr(SECOND_FACTOR - 2**64)
+SHIFT_1, SHIFT_2, SHIFT_3 = tl.constexpr(FIRST_SHIFT), tl.constexpr(SECOND_SHIFT), tl.constexpr(THIRD_SHIFT)
+# Shifts of signed numbers repeat the sign: these clear it.
+MASK_1, MASK_2, MASK_3 = (tl.constexpr(2 ** (64 - shift) - 1) for shift in (FIRST_SHIFT, SECOND_SHIFT, THIRD_SHIFT))
+BLOCK_WORDS = tl.constexpr(WORDS_PER_BLOCK)
+BLOCK_BITS = tl.constexpr(WORDS_PER_BLOCK.bit_length() - 1)
 
 
 @triton.jit
-def pool_addresses(
-    slots_ptr,
-    pair,
-    element,
-    pairs,
-    heads,
-    head_lo,
-    slot_stride,
-    head_stride,
-):
-    """Offsets [pairs, elements] of a tile in a pool buffer; strides are in elements, `slots_ptr` in row order."""
-    slot = tl.load(slots_ptr + pair // heads, mask=pair < pairs, other=0)
-    head = (head_lo + pair % heads).to(tl.int64)
-    return (slot * slot_stride + head * head_stride)[:, None] + element[None, :]
+def scramble(x):
+    """Bijection of 64-bit words of `payload_checksum`."""
+    x ^= (x >> SHIFT_1) & MASK_1
+    x *= FIRST
+    x ^= (x >> SHIFT_2) & MASK_2
+    x *= SECOND
+    x ^= (x >> SHIFT_3) & MASK_3
+    return x
 
 
 @triton.jit
-def load_float32(pointers, mask, BFLOAT16: tl.constexpr):
-    """Load pool elements as float32; bfloat16 pools are passed as int16."""
-    values = tl.load(pointers, mask=mask, other=0)
+def mix(words, first, offset, valid):
+    """Scrambled words at ``first + offset`` of the payload, int64; 0 where not valid. Offsets are int32."""
+    position = ((first & (BLOCK_WORDS - 1)).to(tl.int32) + offset) & (BLOCK_WORDS - 1)
+    return tl.where(valid, scramble(words + (position + 1).to(tl.int64) * STEP), 0)
+
+
+@triton.jit
+def beyond_block(mixed, first, offset):
+    """What belongs to the checksum block after that of ``first``, 0 for the rest."""
+    return tl.where((first & (BLOCK_WORDS - 1)).to(tl.int32) + offset >= BLOCK_WORDS, mixed, 0)
+
+
+@triton.jit
+def crosses_block(first, SPAN: tl.constexpr):
+    """Whether ``SPAN`` words from ``first`` on, one block at most, reach into the next checksum block."""
+    return (first & (BLOCK_WORDS - 1)) + SPAN > BLOCK_WORDS
+
+
+@triton.jit
+def add_to_block_sums(sums_ptr, sums, first):
+    """Add scrambled words to the sum of the checksum block of ``first``."""
+    tl.atomic_add(sums_ptr + (first >> BLOCK_BITS), tl.sum(sums), sem="relaxed")
+
+
+@triton.jit
+def move_to_next_block(sums_ptr, beyond, first):
+    """Take what belongs to the next block out of the sum of the checksum block of ``first``."""
+    total = tl.sum(beyond)
+    tl.atomic_add(sums_ptr + (first >> BLOCK_BITS), -total, sem="relaxed")
+    tl.atomic_add(sums_ptr + (first >> BLOCK_BITS) + 1, total, sem="relaxed")
+
+
+@triton.jit
+def to_float32(values, BFLOAT16: tl.constexpr):
+    """Pool elements as float32; bfloat16 pools are read as int16."""
     if BFLOAT16:
         return (values.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -49,23 +96,17 @@ def load_float32(pointers, mask, BFLOAT16: tl.constexpr):
 
 
 @triton.jit
-def store_float32(pointers, values, mask, BFLOAT16: tl.constexpr, FLOAT16: tl.constexpr):
-    """Store finite float32 values in the pool's format, nearest even; float16 saturates, bfloat16 goes out as int16."""
-    if BFLOAT16:
+def from_float32(values, BFLOAT16: tl.constexpr, FLOAT16: tl.constexpr, HARDWARE_BFLOAT16: tl.constexpr):
+    """Finite float32 values in the pool's format, nearest even; float16 saturates, bfloat16 goes out as int16."""
+    if BFLOAT16 and HARDWARE_BFLOAT16:
+        return values.to(tl.bfloat16).to(tl.int16, bitcast=True)
+    elif BFLOAT16:
         bits = values.to(tl.int32, bitcast=True)
-        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        tl.store(pointers, bits.to(tl.int16), mask=mask)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
     elif FLOAT16:
-        saturated = tl.minimum(tl.maximum(values, -65504.0), 65504.0)
-        tl.store(pointers, saturated.to(tl.float16), mask=mask)
+        return tl.minimum(tl.maximum(values, -65504.0), 65504.0).to(tl.float16)
     else:
-        tl.store(pointers, values, mask=mask)
-
-
-@triton.jit
-def round_to_even(values):
-    """Nearest integer, ties to even, of float32 values below 2^22 in magnitude."""
-    return (values + 12582912.0) - 12582912.0
+        return values
 
 
 @triton.jit
@@ -81,43 +122,70 @@ def divisor_of(scale):
     return tl.where(wide == 0.0, 1.0, wide)
 
 
-def tile_shape(dim: int) -> dict[str, int]:
-    """Block sizes of a tile for heads of ``dim`` elements, as launch arguments."""
-    block_dim = triton.next_power_of_2(dim)
-    return {"BLOCK_PAIRS": max(1, _TILE_ELEMENTS // block_dim), "BLOCK_DIM": block_dim}
+@triton.jit
+def negated_quotient(x, divisor, reciprocal):
+    """``-div_rn(x, divisor)`` of finite x by a number of at most 11 significant bits, in three operations.
+
+    One step of Newton's on the quotient (Markstein, IBM J. Res. Dev. 1990). It leaves an error of 2^-20 units in the
+    last place before rounding, and no quotient by an 11-bit number lies within 2^-12 of a tie, so the result is
+    rounded right even if ``reciprocal``, *minus* one over the divisor, is off by some units in the last place. Negated,
+    zeros keep their signs without further operations. Quotients below 2^-70, where the remainder can underflow, may
+    lose a bit; no code and no scale depends on it.
+    """
+    quotient = x * reciprocal
+    remainder = tl.fma(quotient, divisor, x)
+    return tl.fma(remainder, reciprocal, quotient)
 
 
-def as_kernel_pool(buffer: torch.Tensor) -> torch.Tensor:
-    """Pool buffer in the element type that kernels take: int16 for bfloat16, unchanged otherwise."""
-    return buffer.view(torch.int16) if buffer.dtype == torch.bfloat16 else buffer
+_INTERPRETED = TileShape(512, 1)
 
 
-def check_rows(buffer: torch.Tensor, pool_rows: torch.Tensor, codes: torch.Tensor, params: torch.Tensor) -> None:
-    """Raise SpectrumKVError unless the tensors have the strides and types that the kernels take for granted."""
-    if buffer.dim() != 3 or buffer.stride(2) != 1:
-        raise SpectrumKVError(
-            f"pack kernels: expected a pool buffer [slots, heads, dim] with contiguous heads, got shape "
-            f"{tuple(buffer.shape)} with strides {buffer.stride()}"
-        )
-    if pool_rows.dtype != torch.int64 or not pool_rows.is_contiguous():
-        raise SpectrumKVError(f"pack kernels: expected contiguous int64 pool slots, got {pool_rows.dtype}")
-    if codes.dtype != torch.uint8 or params.dtype != torch.float16:
-        raise SpectrumKVError(
-            f"pack kernels: expected uint8 codes and float16 parameters, got {codes.dtype} and {params.dtype}"
-        )
-    if not (codes.is_contiguous() and params.is_contiguous()) or codes.shape[:2] != params.shape[:2]:
-        raise SpectrumKVError(
-            f"pack kernels: expected contiguous codes and parameters of the same rows and heads, "
-            f"got {tuple(codes.shape)} and {tuple(params.shape)}"
-        )
+def shape_for(device: torch.device, fastest: TileShape) -> TileShape:
+    """How to cut a launch: as was fastest on a GPU, into small tiles where the interpreter works through them."""
+    return fastest if device.type == "cuda" else _INTERPRETED
 
 
-def launch(kernel: Any, pairs: int, dim: int, device: torch.device, *arguments: Any, **constants: Any) -> None:
-    """Launch over all (row, head) pairs on the current stream of ``device``."""
-    shape = tile_shape(dim)
-    grid = (triton.cdiv(pairs, shape["BLOCK_PAIRS"]),)
+def tile_arguments(group: SegmentGroup, shape: TileShape) -> dict[str, int]:
+    """Block sizes of a group's tiles, as launch arguments."""
+    block_dim = max(32, triton.next_power_of_2(group.dim))
+    block_pairs = max(4, shape.elements // block_dim)
+    # A tile of native rows has the most words; it must not be longer than a block of the checksum.
+    limit = WORDS_PER_BLOCK * 8 // (block_dim * group.dtype.itemsize)
+    return {"BLOCK_PAIRS": min(block_pairs, limit), "BLOCK_DIM": block_dim}
+
+
+def kernel_pool(group: SegmentGroup, pool: torch.Tensor) -> torch.Tensor:
+    """First key buffer in the element type that the kernels take: 64-bit words for native rows, int16 for bfloat16."""
+    if group.precision is Precision.NATIVE:
+        return pool.view(torch.int64)
+    return pool.view(torch.int16) if group.dtype == torch.bfloat16 else pool
+
+
+def pool_format(group: SegmentGroup) -> dict[str, bool]:
+    """Element type of the pool, as launch arguments."""
+    return {"BFLOAT16": group.dtype == torch.bfloat16, "FLOAT16": group.dtype == torch.float16}
+
+
+def launch(
+    kernel: Any,
+    programs: int,
+    device: torch.device,
+    shape: TileShape,
+    arguments: tuple[Any, ...],
+    constants: Mapping[str, Any],
+) -> None:
+    """Launch ``programs`` programs on the current stream of ``device``, or interpret them on the CPU."""
     if device.type == "cuda":
         with torch.cuda.device(device):
-            kernel[grid](*arguments, **constants, **shape, enable_fp_fusion=False)
+            kernel[(programs,)](
+                *arguments, **constants, num_warps=shape.warps, maxnreg=shape.registers, enable_fp_fusion=False
+            )
     else:
-        kernel[grid](*arguments, **constants, **shape)
+        kernel[(programs,)](*arguments, **constants)
+
+
+def has_capability(device: torch.device, major: int, minor: int) -> bool:
+    """Whether kernels are compiled for an NVIDIA GPU of at least this compute capability."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (major, minor)

@@ -1,4 +1,4 @@
-"""Dequantise a segment of a payload and scatter its rows into a pool buffer by slot id, one launch per segment.
+"""Dequantise a payload and scatter its rows into the pool by slot id, one launch per group of segments.
 
 The torch references are the quantisers' `dequantise` methods; results are equal bit for bit.
 """
@@ -13,175 +13,167 @@ import triton
 import triton.language as tl
 
 from spectrumkv_sglang.kernels.precision import Precision
+from spectrumkv_sglang.kernels.segment_group import TABLE_COLUMNS, SegmentGroup, TileShape
 from spectrumkv_sglang.kernels.triton_tiles import (
-    as_kernel_pool,
-    check_rows,
+    from_float32,
+    has_capability,
+    kernel_pool,
     launch,
-    pool_addresses,
-    store_float32,
+    pool_format,
+    shape_for,
+    tile_arguments,
 )
 
-
-@triton.jit
-def _unpack_native(
-    codes_ptr,
-    params_ptr,
-    pool_ptr,
-    slots_ptr,
-    pairs,
-    heads,
-    head_lo,
-    dim,
-    slot_stride,
-    head_stride,
-    BFLOAT16: tl.constexpr,
-    FLOAT16: tl.constexpr,
-    BLOCK_PAIRS: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-):
-    pair = tl.program_id(0) * BLOCK_PAIRS + tl.arange(0, BLOCK_PAIRS)
-    element = tl.arange(0, BLOCK_DIM)
-    mask = (pair < pairs)[:, None] & (element < dim)[None, :]
-    values = tl.load(codes_ptr + pair.to(tl.int64)[:, None] * dim + element[None, :], mask=mask, other=0)
-    target = pool_addresses(slots_ptr, pair, element, pairs, heads, head_lo, slot_stride, head_stride)
-    tl.store(pool_ptr + target, values, mask=mask)
-
-
-@triton.jit
-def _unpack_int8(
-    codes_ptr,
-    params_ptr,
-    pool_ptr,
-    slots_ptr,
-    pairs,
-    heads,
-    head_lo,
-    dim,
-    slot_stride,
-    head_stride,
-    BFLOAT16: tl.constexpr,
-    FLOAT16: tl.constexpr,
-    BLOCK_PAIRS: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-):
-    pair = tl.program_id(0) * BLOCK_PAIRS + tl.arange(0, BLOCK_PAIRS)
-    element = tl.arange(0, BLOCK_DIM)
-    mask = (pair < pairs)[:, None] & (element < dim)[None, :]
-    codes = tl.load(codes_ptr + pair.to(tl.int64)[:, None] * dim + element[None, :], mask=mask, other=0)
-    scale = tl.load(params_ptr + pair, mask=pair < pairs, other=0.0).to(tl.float32)
-    values = codes.to(tl.int8, bitcast=True).to(tl.float32) * scale[:, None]
-    target = pool_addresses(slots_ptr, pair, element, pairs, heads, head_lo, slot_stride, head_stride)
-    store_float32(pool_ptr + target, values, mask, BFLOAT16, FLOAT16)
-
-
-@triton.jit
-def _unpack_fp8_e4m3(
-    codes_ptr,
-    params_ptr,
-    pool_ptr,
-    slots_ptr,
-    pairs,
-    heads,
-    head_lo,
-    dim,
-    slot_stride,
-    head_stride,
-    BFLOAT16: tl.constexpr,
-    FLOAT16: tl.constexpr,
-    BLOCK_PAIRS: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-):
-    pair = tl.program_id(0) * BLOCK_PAIRS + tl.arange(0, BLOCK_PAIRS)
-    element = tl.arange(0, BLOCK_DIM)
-    mask = (pair < pairs)[:, None] & (element < dim)[None, :]
-    codes = tl.load(codes_ptr + pair.to(tl.int64)[:, None] * dim + element[None, :], mask=mask, other=0).to(tl.int32)
-    scale = tl.load(params_ptr + pair, mask=pair < pairs, other=0.0).to(tl.float32) * 256.0
-    # An E4M3 number moved up by 7 bits is the float16 of 2^-8 times its value, subnormals included.
-    bits = ((codes & 0x80) << 8) | ((codes & 0x7F) << 7)
-    values = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * scale[:, None]
-    target = pool_addresses(slots_ptr, pair, element, pairs, heads, head_lo, slot_stride, head_stride)
-    store_float32(pool_ptr + target, values, mask, BFLOAT16, FLOAT16)
-
-
-@triton.jit
-def _unpack_int4(
-    codes_ptr,
-    params_ptr,
-    pool_ptr,
-    slots_ptr,
-    pairs,
-    heads,
-    head_lo,
-    dim,
-    slot_stride,
-    head_stride,
-    BFLOAT16: tl.constexpr,
-    FLOAT16: tl.constexpr,
-    BLOCK_PAIRS: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-):
-    pair = tl.program_id(0) * BLOCK_PAIRS + tl.arange(0, BLOCK_PAIRS)
-    element = tl.arange(0, BLOCK_DIM)
-    mask = (pair < pairs)[:, None] & (element < dim)[None, :]
-    # Both elements of a byte load it: the second load is a cache hit, and the store stays contiguous.
-    source = codes_ptr + pair.to(tl.int64)[:, None] * (dim // 2) + (element // 2)[None, :]
-    bytes_of_pairs = tl.load(source, mask=mask, other=0).to(tl.int32)
-    codes = (bytes_of_pairs >> ((element % 2) * 4)[None, :]) & 0xF
-    scale = tl.load(params_ptr + pair * 2, mask=pair < pairs, other=0.0).to(tl.float32)
-    zero = tl.load(params_ptr + pair * 2 + 1, mask=pair < pairs, other=0.0).to(tl.float32)
-    values = codes.to(tl.float32) * scale[:, None] + zero[:, None]
-    target = pool_addresses(slots_ptr, pair, element, pairs, heads, head_lo, slot_stride, head_stride)
-    store_float32(pool_ptr + target, values, mask, BFLOAT16, FLOAT16)
-
-
-_KERNELS = {
-    Precision.NATIVE: _unpack_native,
-    Precision.INT8: _unpack_int8,
-    Precision.FP8_E4M3: _unpack_fp8_e4m3,
-    Precision.INT4: _unpack_int4,
+SHAPES = {
+    Precision.NATIVE: TileShape(2048, 2),
+    Precision.INT8: TileShape(2048, 2),
+    Precision.FP8_E4M3: TileShape(2048, 2),
+    Precision.INT4: TileShape(2048, 2),
 }
+"""Tiles that were fastest on an H200 (docs/results/gpu.md)."""
+
+_COLUMNS = tl.constexpr(TABLE_COLUMNS)
 
 
-def unpack_rows(
-    precision: Precision,
-    codes: torch.Tensor,
-    params: torch.Tensor,
-    buffer: torch.Tensor,
-    pool_rows: torch.Tensor,
-    head_lo: int,
+@triton.jit(
+    do_not_specialize=["pairs", "tiles", "slot_stride", "head_stride"],
+    do_not_specialize_on_alignment=["slots_ptr"],
+)
+def _unpack_tiles(
+    pool_ptr,
+    payload_ptr,
+    verdict_ptr,
+    slots_ptr,
+    table_ptr,
+    pairs,
+    tiles,
+    slot_stride,
+    head_stride,
+    PRECISION: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    ITEMSIZE: tl.constexpr,
+    BFLOAT16: tl.constexpr,
+    FLOAT16: tl.constexpr,
+    HARDWARE_BFLOAT16: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):
+    segment = tl.program_id(0) // tiles
+    tile = tl.program_id(0) % tiles
+    entry = table_ptr + segment * _COLUMNS
+    pool_start = tl.load(entry)
+    codes_start = tl.load(entry + 1) * 2
+    params_start = tl.load(entry + 2) * 2
+    # Checksum as counted, checksum as announced, words of the prologue that differ: nothing is written unless all fit.
+    differences = (tl.load(verdict_ptr) ^ tl.load(verdict_ptr + 1)) | tl.load(verdict_ptr + 2)
+    writable = tl.where(differences == 0, pairs, 0)
+
+    lane = tl.arange(0, BLOCK_PAIRS)
+    pair = tile * BLOCK_PAIRS + lane
+    inside = pair < writable
+    readable = tl.minimum(pair, pairs - 1)
+    slot = tl.load(slots_ptr + readable // HEADS)
+    head = (readable % HEADS).to(tl.int64)
+    start = pool_start + slot * slot_stride + head * head_stride
+
+    if PRECISION == 0:
+        PER_WORD: tl.constexpr = 8 // ITEMSIZE
+        WORDS: tl.constexpr = DIM // PER_WORD
+        BLOCK_WORDS: tl.constexpr = BLOCK_DIM // PER_WORD
+        word = tl.arange(0, BLOCK_WORDS)
+        source = payload_ptr + (codes_start + readable.to(tl.int64)[:, None] * WORDS + word[None, :])
+        target = pool_ptr + ((start * 2)[:, None] + word[None, :])
+        valid = inside[:, None] & (word < WORDS)[None, :]
+        if BLOCK_WORDS == WORDS:
+            tl.store(target, tl.load(source), mask=valid)
+        else:
+            tl.store(target, tl.load(source, mask=(word < WORDS)[None, :], other=0), mask=valid)
+    else:
+        PER_UNIT: tl.constexpr = 16 // ITEMSIZE
+        # Half words of eight INT4 codes, words of eight INT8 or FP8 codes: 16 bytes of bfloat16 to store.
+        UNITS: tl.constexpr = DIM // 8
+        BLOCK_UNITS: tl.constexpr = BLOCK_DIM // 8
+        unit = tl.arange(0, BLOCK_UNITS)
+        if PRECISION == 3:
+            units_ptr = payload_ptr.to(tl.pointer_type(tl.int32)) + 2 * codes_start
+        else:
+            units_ptr = payload_ptr + codes_start
+        source = units_ptr + (readable.to(tl.int64)[:, None] * UNITS + unit[None, :])
+        units = tl.load(source) if BLOCK_UNITS == UNITS else tl.load(source, mask=(unit < UNITS)[None, :], other=0)
+        params_ptr = (payload_ptr + params_start).to(tl.pointer_type(tl.float16))
+        if PRECISION == 3:
+            shift = tl.arange(0, 8) * 4
+            codes = (units[:, :, None] >> shift[None, None, :]) & 0xF
+            codes = tl.reshape(codes, (BLOCK_PAIRS, BLOCK_DIM))
+            scale = tl.load(params_ptr + readable * 2).to(tl.float32)
+            zero = tl.load(params_ptr + readable * 2 + 1).to(tl.float32)
+            values = codes.to(tl.float32) * scale[:, None] + zero[:, None]
+        else:
+            shift = (tl.arange(0, 8) * 8).to(tl.int64)
+            codes = ((units[:, :, None] >> shift[None, None, :]) & 0xFF).to(tl.int32)
+            codes = tl.reshape(codes, (BLOCK_PAIRS, BLOCK_DIM))
+            scale = tl.load(params_ptr + readable).to(tl.float32)
+            if PRECISION == 1:
+                values = ((codes ^ 0x80) - 128).to(tl.float32) * scale[:, None]
+            else:
+                # An E4M3 number moved up by 7 bits is the float16 of 2^-8 times its value, subnormals included.
+                half = ((codes & 0x80) << 8) | ((codes & 0x7F) << 7)
+                values = half.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * (scale * 256.0)[:, None]
+        element = tl.arange(0, BLOCK_DIM)
+        target = pool_ptr + ((start * PER_UNIT)[:, None] + element[None, :])
+        valid = inside[:, None] & (element < DIM)[None, :]
+        tl.store(target, from_float32(values, BFLOAT16, FLOAT16, HARDWARE_BFLOAT16), mask=valid)
+
+
+def unpack_segments(
+    group: SegmentGroup,
+    table: torch.Tensor,
+    slots: torch.Tensor,
+    pool: torch.Tensor,
+    payload: torch.Tensor,
+    verdict: torch.Tensor,
+    shape: TileShape | None = None,
 ) -> None:
-    """Decode into ``buffer[pool_rows, head_lo : head_lo + heads]`` on the current stream.
+    """Decode every segment of a group into the rows ``slots`` on the current stream, if the payload is intact.
 
     Args:
-        precision: how the codes are encoded.
-        codes: contiguous uint8 [rows, heads, c].
-        params: contiguous float16 [rows, heads, p].
-        buffer: pool buffer [slots, heads, dim], float32, float16 or bfloat16, any slot and head stride; written.
-        pool_rows: contiguous int64 [rows], distinct valid slots (not checked here).
-        head_lo: first head.
-
-    Raises:
-        SpectrumKVError: a tensor has another type or stride.
+        group: what the segments have in common; ``rows`` and ``segments`` at least 1.
+        table: int64 [segments, 4] on the device, see `TABLE_COLUMNS`.
+        slots: int64 [rows] on the device, distinct valid pool slots (not checked here).
+        pool: first key buffer, which the table's addresses count from.
+        payload: the payload as int64 words, at a 16-byte boundary; on the device or in pinned host memory.
+        verdict: int64 [3 or more] on the device: sum over the payload's checksum blocks, the same as announced, words
+            of the prologue that differ. Nothing is written unless the first two are equal and the third is 0.
+        shape: how to cut the work; None for what was fastest.
     """
-    check_rows(buffer, pool_rows, codes, params)
-    rows, heads = codes.shape[:2]
-    dim = buffer.shape[2]
-    pool = as_kernel_pool(buffer)
+    shape = shape or shape_for(verdict.device, SHAPES[group.precision])
+    pairs = group.rows * group.heads
+    blocks = tile_arguments(group, shape)
+    tiles = triton.cdiv(pairs, blocks["BLOCK_PAIRS"])
     launch(
-        _KERNELS[precision],
-        rows * heads,
-        dim,
-        buffer.device,
-        codes.view(pool.dtype) if precision is Precision.NATIVE else codes,
-        params,
-        pool,
-        pool_rows,
-        rows * heads,
-        heads,
-        head_lo,
-        dim,
-        buffer.stride(0),
-        buffer.stride(1),
-        BFLOAT16=buffer.dtype == torch.bfloat16,
-        FLOAT16=buffer.dtype == torch.float16,
+        _unpack_tiles,
+        tiles * group.segments,
+        verdict.device,
+        shape,
+        (
+            kernel_pool(group, pool),
+            payload,
+            verdict,
+            slots,
+            table,
+            pairs,
+            tiles,
+            group.slot_stride,
+            group.head_stride,
+        ),
+        {
+            "PRECISION": int(group.precision),
+            "HEADS": group.heads,
+            "DIM": group.dim,
+            "ITEMSIZE": group.dtype.itemsize,
+            "HARDWARE_BFLOAT16": has_capability(verdict.device, 8, 0),
+            **pool_format(group),
+            **blocks,
+        },
     )

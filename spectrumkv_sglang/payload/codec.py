@@ -1,77 +1,43 @@
 """Packing rows of the KV pool into a payload, and unpacking a payload into the pool.
 
-On CPU one (layer, K|V) at a time is gathered into contiguous rows, grouped by tier, which keeps the work in cache and
-leaves a few vectorised torch calls per segment. On CUDA each segment is one Triton launch on the current stream.
+Arguments are checked here, on the host; the work is done by torch on the CPU (`torch_codec`) and by a few Triton
+launches on the current stream on CUDA (`device_codec`). Pools that the kernels do not take (head dimensions that 16
+does not divide, say) go the way of the CPU there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from spectrumkv_sglang.kernels.precision import Precision
-from spectrumkv_sglang.kernels.quantisers import quantiser_for
+from spectrumkv_sglang.kernels.checksum import payload_checksum
+from spectrumkv_sglang.payload.device_codec import UnpackOutcome
 from spectrumkv_sglang.payload.errors import PayloadError
+from spectrumkv_sglang.payload.exchange import Pending
 from spectrumkv_sglang.payload.geometry import KVGeometry
-from spectrumkv_sglang.payload.layout import ARRAY_ALIGNMENT, PayloadLayout, Segment
+from spectrumkv_sglang.payload.kv_buffers import KVBuffers
+from spectrumkv_sglang.payload.layout import ARRAY_ALIGNMENT, PayloadLayout, plan_layout
+from spectrumkv_sglang.payload.precision_table import PrecisionTable
 from spectrumkv_sglang.payload.prologue import Prologue, decode_prologue, encode_prologue
 from spectrumkv_sglang.payload.tier_map import check_tiers
+from spectrumkv_sglang.payload.torch_codec import pack_by_torch, unpack_by_torch
 
 Backend = Literal["torch", "triton"]
 
-
-@dataclass(frozen=True)
-class KVBuffers:
-    """KV pool of one rank.
-
-    Attributes:
-        k: one tensor [pool slots, kv_heads, head_dim] per layer, elements of a head contiguous.
-        v: one tensor [pool slots, kv_heads, v_head_dim] per layer, elements of a head contiguous.
-    """
-
-    k: Sequence[torch.Tensor]
-    v: Sequence[torch.Tensor]
-    _checked: list[KVGeometry] = field(default_factory=list, repr=False, compare=False)
-
-    def of(self, layer: int, kv: int) -> torch.Tensor:
-        """K (``kv=0``) or V (``kv=1``) buffer of a layer."""
-        return self.v[layer] if kv else self.k[layer]
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the pool."""
-        return self.k[0].device
-
-    @property
-    def pool_slots(self) -> int:
-        """Token slots of the pool."""
-        return self.k[0].shape[0]
-
-    def check_geometry(self, geometry: KVGeometry) -> None:
-        """Raise PayloadError unless every buffer has the geometry's shape and dtype and all share one device."""
-        if geometry in self._checked:
-            return
-        if len(self.k) != geometry.layers or len(self.v) != geometry.layers:
-            raise PayloadError(
-                f"KV buffers: expected {geometry.layers} layers, got {len(self.k)} of K and {len(self.v)} of V"
-            )
-        dtype = getattr(torch, geometry.dtype)
-        for name, kv, buffers in (("K", 0, self.k), ("V", 1, self.v)):
-            shape = (self.pool_slots, geometry.kv_heads, geometry.dim_of(kv))
-            for layer, buffer in enumerate(buffers):
-                got = (tuple(buffer.shape), buffer.dtype, buffer.device, buffer.stride(-1))
-                want = (shape, dtype, self.device, 1)
-                if got != want:
-                    raise PayloadError(
-                        f"KV buffers: {name} of layer {layer}: expected shape, dtype, device, last stride {want}, "
-                        f"got {got}"
-                    )
-        self._checked.append(geometry)
+__all__ = [
+    "Backend",
+    "KVBuffers",
+    "pack_payload",
+    "pack_with_checksum",
+    "read_prologue",
+    "unpack_if_intact",
+    "unpack_payload",
+    "warm_up_kernels",
+    "write_prologue",
+]
 
 
 def pack_payload(
@@ -94,7 +60,7 @@ def pack_payload(
         layout: `plan_layout` of exactly these rows per tier.
         out: contiguous uint8 vector of at least ``layout.total_bytes`` at a 16-byte boundary, on the pool's device
             (or pinned host memory for a CUDA pool).
-        backend: "torch" or "triton"; None takes Triton for a CUDA pool and torch otherwise.
+        backend: "torch" or "triton"; None takes Triton for a CUDA pool that the kernels can work on, torch otherwise.
 
     Returns:
         ``layout.total_bytes``.
@@ -102,36 +68,41 @@ def pack_payload(
     Raises:
         PayloadError: arguments do not fit each other; nothing is written then.
     """
-    rows = _grouped_rows(buffers, pool_slots, tiers, layout)
-    _check_memory(out, buffers)
-    if out.numel() < layout.total_bytes:
-        raise PayloadError(f"pack: expected room for {layout.total_bytes} bytes, got {out.numel()}")
-    out[layout.prologue_bytes : layout.total_bytes].zero_()
+    rows = _checked_for_packing(buffers, pool_slots, tiers, layout, out)
     if _backend_for(buffers, backend) == "triton":
-        from spectrumkv_sglang.kernels.triton_pack import pack_rows
-
-        for segment in layout.segments:
-            pool_rows = rows[segment.row_start : segment.row_start + segment.rows]
-            codes, params = _arrays(out, segment)
-            pack_rows(
-                segment.precision, buffers.of(segment.layer, segment.kv), pool_rows, segment.head_lo, codes, params
-            )
-        return layout.total_bytes
-    gathered = torch.empty(0)
-    block = (-1, -1)
-    for segment in layout.segments:
-        if block != (segment.layer, segment.kv):
-            block = (segment.layer, segment.kv)
-            gathered = torch.index_select(buffers.of(*block), 0, rows)
-        part = gathered[segment.row_start : segment.row_start + segment.rows, segment.head_lo : segment.head_hi]
-        codes_out, params_out = _arrays(out, segment)
-        if segment.precision is Precision.NATIVE:
-            codes_out.view(part.dtype).copy_(part)
-            continue
-        codes, params = quantiser_for(segment.precision).quantise(part)
-        codes_out.copy_(codes)
-        params_out.copy_(params)
+        buffers.device_codec.pack(rows, layout, out)
+    else:
+        pack_by_torch(buffers, rows, layout, out)
     return layout.total_bytes
+
+
+def pack_with_checksum(
+    buffers: KVBuffers,
+    pool_slots: torch.Tensor,
+    tiers: npt.NDArray[np.uint8],
+    layout: PayloadLayout,
+    out: torch.Tensor,
+    prologue: Prologue,
+    backend: Backend | None = None,
+) -> Pending[int]:
+    """`pack_payload`, `write_prologue` and `payload_checksum` in one; on CUDA one pass, queued on the current stream.
+
+    With ``pool_slots`` on the CPU the host does not wait for the GPU.
+
+    Returns:
+        The checksum of the whole payload, prologue included. Waiting for it is waiting for the payload.
+
+    Raises:
+        PayloadError: as `pack_payload` and `encode_prologue`; nothing is written then.
+    """
+    rows = _checked_for_packing(buffers, pool_slots, tiers, layout, out)
+    encode_prologue(prologue)
+    if _backend_for(buffers, backend) == "triton":
+        return buffers.device_codec.pack(rows, layout, out, prologue)
+    pack_by_torch(buffers, rows, layout, out)
+    write_prologue(out, prologue)
+    checksum = payload_checksum(out[: layout.total_bytes])
+    return Pending(lambda: checksum)
 
 
 def unpack_payload(
@@ -159,35 +130,71 @@ def unpack_payload(
     Raises:
         PayloadError: arguments do not fit each other; the pool is untouched then.
     """
-    rows = _grouped_rows(buffers, pool_slots, tiers, layout)
-    _check_memory(payload, buffers)
-    if payload.numel() != layout.total_bytes:
-        raise PayloadError(f"unpack: expected a payload of {layout.total_bytes} bytes, got {payload.numel()}")
+    rows = _checked_for_unpacking(payload, buffers, pool_slots, tiers, layout)
     if _backend_for(buffers, backend) == "triton":
-        from spectrumkv_sglang.kernels.triton_unpack import unpack_rows
+        buffers.device_codec.unpack(payload, rows, layout)
+    else:
+        unpack_by_torch(payload, buffers, rows, layout)
 
-        for segment in layout.segments:
-            pool_rows = rows[segment.row_start : segment.row_start + segment.rows]
-            codes, params = _arrays(payload, segment)
-            unpack_rows(
-                segment.precision, codes, params, buffers.of(segment.layer, segment.kv), pool_rows, segment.head_lo
-            )
+
+def unpack_if_intact(
+    payload: torch.Tensor,
+    buffers: KVBuffers,
+    pool_slots: torch.Tensor,
+    tiers: npt.NDArray[np.uint8],
+    layout: PayloadLayout,
+    checksum: int,
+    prologue: Prologue | None = None,
+    backend: Backend | None = None,
+) -> Pending[UnpackOutcome]:
+    """`unpack_payload` of a payload whose checksum and prologue are the announced ones; otherwise nothing is written.
+
+    On CUDA everything is queued on the current stream, the comparison included, and with ``pool_slots`` on the CPU the
+    host does not wait for the GPU.
+
+    Args:
+        payload: as for `unpack_payload`.
+        buffers: KV pool to write.
+        pool_slots: as for `unpack_payload`.
+        tiers: as for `unpack_payload`.
+        layout: as for `unpack_payload`.
+        checksum: announced `payload_checksum`.
+        prologue: announced prologue; None to leave it unchecked.
+        backend: as for `pack_payload`.
+
+    Raises:
+        PayloadError: as `unpack_payload`; the pool is untouched then.
+    """
+    rows = _checked_for_unpacking(payload, buffers, pool_slots, tiers, layout)
+    announced = None if prologue is None else encode_prologue(prologue)
+    if _backend_for(buffers, backend) == "triton":
+        return buffers.device_codec.unpack(payload, rows, layout, checksum, prologue)
+    found = payload_checksum(payload)
+    fits = announced is None or payload[: len(announced)].cpu().numpy().tobytes() == announced
+    outcome = UnpackOutcome(found, found == checksum, fits)
+    if outcome.written:
+        unpack_by_torch(payload, buffers, rows, layout)
+    return Pending(lambda: outcome)
+
+
+def warm_up_kernels(buffers: KVBuffers, geometry: KVGeometry, table: PrecisionTable) -> None:
+    """Compile every kernel that payloads of ``table`` need, so that no request waits for it. The pool is not written.
+
+    Packs one row of each tier into a scratch payload and has it refused by the unpacking side. Does nothing for a pool
+    that the kernels do not run on.
+
+    Raises:
+        PayloadError: buffers or table do not belong to the geometry.
+    """
+    buffers.check_geometry(geometry)
+    if _backend_for(buffers, None) != "triton":
         return
-    geometry = layout.geometry
-    dtype = getattr(torch, geometry.dtype)
-    gathered = [
-        torch.empty((layout.rows, geometry.kv_heads, geometry.dim_of(kv)), dtype=dtype, device=buffers.device)
-        for kv in (0, 1)
-    ]
-    last = len(layout.segments) - 1
-    for index, segment in enumerate(layout.segments):
-        codes, params = _arrays(payload, segment)
-        part = quantiser_for(segment.precision).dequantise(codes, params, dtype)
-        block = gathered[segment.kv]
-        block[segment.row_start : segment.row_start + segment.rows, segment.head_lo : segment.head_hi] = part
-        following = layout.segments[index + 1] if index < last else None
-        if following is None or (following.layer, following.kv) != (segment.layer, segment.kv):
-            buffers.of(segment.layer, segment.kv).index_copy_(0, rows, block)
+    layout = plan_layout(geometry, table, [1] * table.tiers)
+    scratch = torch.zeros(layout.total_bytes, dtype=torch.uint8, device=buffers.device)
+    slots, tiers = torch.zeros(table.tiers, dtype=torch.int64), np.arange(table.tiers, dtype=np.uint8)
+    prologue = Prologue(0, 0, 0, layout.rows_per_tier, layout.total_bytes, geometry.digest(), table.digest())
+    checksum = pack_with_checksum(buffers, slots, tiers, layout, scratch, prologue).wait()
+    unpack_if_intact(scratch, buffers, slots, tiers, layout, checksum ^ 1, prologue).wait()
 
 
 def write_prologue(out: torch.Tensor, prologue: Prologue) -> None:
@@ -207,10 +214,38 @@ def read_prologue(payload: torch.Tensor, prologue_bytes: int = 256) -> Prologue:
     return decode_prologue(payload[:prologue_bytes].cpu().numpy().tobytes())
 
 
+def _checked_for_packing(
+    buffers: KVBuffers,
+    pool_slots: torch.Tensor,
+    tiers: npt.NDArray[np.uint8],
+    layout: PayloadLayout,
+    out: torch.Tensor,
+) -> npt.NDArray[np.int64]:
+    rows = _grouped_rows(buffers, pool_slots, tiers, layout)
+    _check_memory(out, buffers)
+    if out.numel() < layout.total_bytes:
+        raise PayloadError(f"pack: expected room for {layout.total_bytes} bytes, got {out.numel()}")
+    return rows
+
+
+def _checked_for_unpacking(
+    payload: torch.Tensor,
+    buffers: KVBuffers,
+    pool_slots: torch.Tensor,
+    tiers: npt.NDArray[np.uint8],
+    layout: PayloadLayout,
+) -> npt.NDArray[np.int64]:
+    rows = _grouped_rows(buffers, pool_slots, tiers, layout)
+    _check_memory(payload, buffers)
+    if payload.numel() != layout.total_bytes:
+        raise PayloadError(f"unpack: expected a payload of {layout.total_bytes} bytes, got {payload.numel()}")
+    return rows
+
+
 def _grouped_rows(
     buffers: KVBuffers, pool_slots: torch.Tensor, tiers: npt.NDArray[np.uint8], layout: PayloadLayout
-) -> torch.Tensor:
-    """Pool slot of each row, grouped by tier in stable order, on the pool's device."""
+) -> npt.NDArray[np.int64]:
+    """Pool slot of each row, grouped by tier in stable order, on the host: what is checked there waits for no GPU."""
     buffers.check_geometry(layout.geometry)
     check_tiers(tiers, layout.table.tiers)
     counts = tuple(np.bincount(tiers, minlength=layout.table.tiers).tolist())
@@ -221,20 +256,14 @@ def _grouped_rows(
             f"payload rows: expected int64 pool slots of {tiers.size} rows, "
             f"got {pool_slots.dtype} {tuple(pool_slots.shape)}"
         )
-    if pool_slots.numel():
-        low, high = (int(end) for end in torch.aminmax(pool_slots))
+    slots = pool_slots.cpu().numpy()
+    if slots.size:
+        low, high = int(slots.min()), int(slots.max())
         if low < 0 or high >= buffers.pool_slots:
             raise PayloadError(f"payload rows: expected pool slots 0 to {buffers.pool_slots - 1}, got {low} to {high}")
-    order = torch.from_numpy(np.argsort(tiers, kind="stable"))
-    return pool_slots[order.to(pool_slots.device)].to(buffers.device)
-
-
-def _arrays(payload: torch.Tensor, segment: Segment) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes uint8 [rows, heads, c] and parameters float16 [rows, heads, p] of a segment, as views of the payload."""
-    shape = (segment.rows, segment.heads, -1)
-    codes = payload[segment.codes_offset : segment.codes_offset + segment.codes_bytes].view(shape)
-    params = payload[segment.params_offset : segment.params_offset + segment.params_bytes].view(torch.float16)
-    return codes, params.view(segment.rows, segment.heads, params.numel() // (segment.rows * segment.heads))
+    if max(counts) == slots.size:
+        return np.ascontiguousarray(slots)
+    return slots[np.argsort(tiers, kind="stable")]
 
 
 def _check_memory(payload: torch.Tensor, buffers: KVBuffers) -> None:
@@ -251,8 +280,13 @@ def _check_memory(payload: torch.Tensor, buffers: KVBuffers) -> None:
 
 
 def _backend_for(buffers: KVBuffers, backend: Backend | None) -> Backend:
-    if backend is None:
-        return "triton" if buffers.device.type == "cuda" else "torch"
-    if backend not in ("torch", "triton"):
+    if backend == "torch" or (backend is None and buffers.device.type != "cuda"):
+        return "torch"
+    if backend not in ("triton", None):
         raise PayloadError(f'payload backend: expected "torch" or "triton", got {backend!r}')
-    return backend
+    unfit = buffers.unfit_for_kernels
+    if unfit is None:
+        return "triton"
+    if backend is None:
+        return "torch"
+    raise PayloadError(f"payload backend: Triton kernels take {unfit}; use the torch backend")

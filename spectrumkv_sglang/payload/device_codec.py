@@ -1,0 +1,268 @@
+"""Packing and unpacking on the GPU: a few launches a payload, in the stream's order, without waiting on the host.
+
+Everything that the kernels need beside pool and payload goes up in one copy from pinned memory: the verdict's words,
+the prologue, the pool slots of the rows, and a table of the segments' addresses. What they find (the checksum, or
+whether the payload was intact) comes back the same way.
+
+An unpack sums the payload up in a launch of its own, and the launches that write the pool look at the result first and
+write nothing unless it is the announced one. So a payload is read twice, once from the cache where it fits.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from spectrumkv_sglang.kernels.checksum import POSITION_STEP, WORDS_PER_BLOCK, combine
+from spectrumkv_sglang.kernels.segment_group import DIM_MULTIPLE, TABLE_COLUMNS, UNIT_BYTES, SegmentGroup
+from spectrumkv_sglang.payload.errors import PayloadError
+from spectrumkv_sglang.payload.exchange import VERDICT_WORDS, Exchange, Pending, Result
+from spectrumkv_sglang.payload.layout import PayloadLayout
+from spectrumkv_sglang.payload.precision_table import PrecisionTable
+from spectrumkv_sglang.payload.prologue import PROLOGUE_BYTES, Prologue, encode_prologue
+
+_PROLOGUE_WORDS = PROLOGUE_BYTES // 8
+_SLOTS_AT = VERDICT_WORDS + _PROLOGUE_WORDS
+_EXCHANGES = 8
+_PLANS = 64
+
+
+class UnpackOutcome(NamedTuple):
+    """What became of a payload.
+
+    Attributes:
+        checksum: checksum of the payload as it stood.
+        checksum_fits: it is the announced one.
+        prologue_fits: the payload begins with the announced prologue.
+    """
+
+    checksum: int
+    checksum_fits: bool
+    prologue_fits: bool
+
+    @property
+    def written(self) -> bool:
+        """Whether the pool was written."""
+        return self.checksum_fits and self.prologue_fits
+
+
+class _Plan(NamedTuple):
+    """Launches of a layout: groups, the first row of each one's tier, and the table lines of all, in that order."""
+
+    groups: tuple[SegmentGroup, ...]
+    row_starts: tuple[int, ...]
+    table: npt.NDArray[np.int64]
+    longest_tail: int
+    """64-bit words of the longest parameters with the padding after them."""
+
+
+class DeviceCodec:
+    """Packs from and unpacks into one KV pool. Threads may share it; work is queued on their current streams.
+
+    Args:
+        k: K buffer [pool slots, kv_heads, head_dim] of each layer, checked against the geometry that will be used.
+        v: V buffer of each layer.
+        exchanges: payloads that may be in flight; one more waits for the oldest.
+    """
+
+    def __init__(self, k: Sequence[torch.Tensor], v: Sequence[torch.Tensor], exchanges: int = _EXCHANGES) -> None:
+        self._buffers = (tuple(k), tuple(v))
+        self._device = k[0].device
+        self._exchanges = [Exchange(self._device) for _ in range(exchanges)]
+        self._next = 0
+        self._plans: OrderedDict[tuple[PrecisionTable, tuple[int, ...], int, int], _Plan] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @staticmethod
+    def why_not(k: Sequence[torch.Tensor], v: Sequence[torch.Tensor]) -> str | None:
+        """Why the kernels cannot take these buffers, or None if they can."""
+        for buffer in (*k, *v):
+            if buffer.shape[2] % DIM_MULTIPLE:
+                return f"head dimensions divisible by {DIM_MULTIPLE}, got {buffer.shape[2]}"
+            strides = [stride * buffer.element_size() for stride in buffer.stride()[:2]]
+            if buffer.data_ptr() % UNIT_BYTES or any(stride % UNIT_BYTES for stride in strides):
+                return f"pool addresses and strides divisible by {UNIT_BYTES} bytes, got strides of {strides}"
+        return None
+
+    def pack(
+        self,
+        rows: npt.NDArray[np.int64],
+        layout: PayloadLayout,
+        out: torch.Tensor,
+        prologue: Prologue | None = None,
+    ) -> Pending[int]:
+        """Queue the packing of ``rows`` on the current stream.
+
+        Args:
+            rows: pool slot of each row, grouped by tier, all valid.
+            layout: layout of these rows.
+            out: uint8 memory of at least ``layout.total_bytes`` at a 16-byte boundary.
+            prologue: written to the first 256 bytes; None leaves them as they are and counts them so.
+
+        Returns:
+            The payload's checksum, once everything is written.
+        """
+        from spectrumkv_sglang.kernels.triton_checksum import close_payload, sum_tails
+        from spectrumkv_sglang.kernels.triton_pack import pack_segments
+
+        payload = out[: layout.total_bytes].view(torch.int64)
+        plan = self._plan(layout)
+        with self._lock:
+            exchange = self._upload(rows, plan, payload.numel(), 0, prologue)
+            try:
+                for group, lines, slots in _launches(plan, exchange.words, rows.size):
+                    pack_segments(group, lines, slots, self._buffers[0][0], payload, exchange.block_sums)
+                table_at = _table_at(rows.size)
+                table = exchange.words[table_at : table_at + plan.table.size]
+                sum_tails(table, plan.longest_tail, payload, exchange.block_sums)
+                announced = payload if prologue is None else exchange.words[VERDICT_WORDS:_SLOTS_AT]
+                close_payload(payload, announced, exchange.block_sums, exchange.words)
+            except BaseException:
+                exchange.block_sums.zero_()
+                raise
+            exchange.fetch()
+            return Pending(_reader(exchange, lambda down: combine(int(down[0]), payload.numel())))
+
+    def unpack(
+        self,
+        payload: torch.Tensor,
+        rows: npt.NDArray[np.int64],
+        layout: PayloadLayout,
+        checksum: int | None = None,
+        prologue: Prologue | None = None,
+    ) -> Pending[UnpackOutcome]:
+        """Queue the unpacking of a payload on the current stream; the pool is written only if the payload is intact.
+
+        Args:
+            payload: uint8 [layout.total_bytes] at a 16-byte boundary.
+            rows: pool slot of each row, grouped by tier, all valid and distinct.
+            layout: layout of these rows.
+            checksum: announced checksum; None writes the pool without a look at checksum and prologue.
+            prologue: announced prologue; None for any.
+        """
+        from spectrumkv_sglang.kernels.triton_checksum import sum_payload
+        from spectrumkv_sglang.kernels.triton_unpack import unpack_segments
+
+        words = payload.view(torch.int64)
+        plan = self._plan(layout)
+        announced_sum = 0 if checksum is None else checksum - words.numel() * POSITION_STEP
+        with self._lock:
+            exchange = self._upload(rows, plan, words.numel(), announced_sum, prologue)
+            if checksum is not None:
+                announced = words if prologue is None else exchange.words[VERDICT_WORDS:_SLOTS_AT]
+                sum_payload(words, announced, exchange.words)
+            for group, table, slots in _launches(plan, exchange.words, rows.size):
+                unpack_segments(group, table, slots, self._buffers[0][0], words, exchange.words)
+            exchange.fetch()
+
+        def outcome(down: npt.NDArray[np.int64]) -> UnpackOutcome:
+            return UnpackOutcome(combine(int(down[0]), words.numel()), bool(down[0] == down[1]), not down[2])
+
+        return Pending(_reader(exchange, outcome))
+
+    def launches(
+        self, rows: npt.NDArray[np.int64], layout: PayloadLayout
+    ) -> list[tuple[SegmentGroup, torch.Tensor, torch.Tensor]]:
+        """Group, segment table and pool slots of each launch, on memory of their own: what a benchmark times."""
+        plan = self._plan(layout)
+        words = np.concatenate((np.zeros(_table_at(rows.size)), plan.table.reshape(-1))).astype(np.int64)
+        words[_SLOTS_AT : _SLOTS_AT + rows.size] = rows
+        return _launches(plan, torch.from_numpy(words).to(self._device), rows.size)
+
+    def _upload(
+        self, rows: npt.NDArray[np.int64], plan: _Plan, words: int, announced_sum: int, prologue: Prologue | None
+    ) -> Exchange:
+        exchange = self._exchanges[self._next]
+        self._next = (self._next + 1) % len(self._exchanges)
+        table_at = _table_at(rows.size)
+        size = table_at + plan.table.size
+        up = exchange.begin(size, -(-words // WORDS_PER_BLOCK))
+        up[:VERDICT_WORDS] = 0
+        up[1:2].view(np.uint64)[0] = announced_sum % 2**64
+        if prologue is not None:
+            up[VERDICT_WORDS:_SLOTS_AT] = np.frombuffer(encode_prologue(prologue), dtype=np.int64)
+        up[_SLOTS_AT : _SLOTS_AT + rows.size] = rows
+        up[table_at:] = plan.table.reshape(-1)
+        exchange.send(size)
+        return exchange
+
+    def _plan(self, layout: PayloadLayout) -> _Plan:
+        # The table's hash is cached; two geometries of one table differ at most in their head dimensions here.
+        key = (layout.table, layout.rows_per_tier, layout.geometry.head_dim, layout.geometry.v_head_dim)
+        with self._lock:
+            plan = self._plans.get(key)
+            if plan is not None:
+                self._plans.move_to_end(key)
+                return plan
+        plan = self._make_plan(layout)
+        with self._lock:
+            self._plans[key] = plan
+            while len(self._plans) > _PLANS:
+                self._plans.popitem(last=False)
+        return plan
+
+    def _make_plan(self, layout: PayloadLayout) -> _Plan:
+        lines: dict[tuple[int, SegmentGroup], list[tuple[int, ...]]] = {}
+        base = self._buffers[0][0].data_ptr()
+        ends = [segment.codes_offset for segment in layout.segments[1:]] + [layout.total_bytes] * bool(layout.segments)
+        for segment, end in zip(layout.segments, ends, strict=True):
+            buffer = self._buffers[segment.kv][segment.layer]
+            slot_stride, head_stride = (stride * buffer.element_size() // UNIT_BYTES for stride in buffer.stride()[:2])
+            group = SegmentGroup(
+                segment.precision,
+                buffer.dtype,
+                segment.heads,
+                buffer.shape[2],
+                segment.rows,
+                0,
+                slot_stride,
+                head_stride,
+            )
+            start = (buffer.data_ptr() - base) // UNIT_BYTES + segment.head_lo * head_stride
+            offsets = (segment.codes_offset, segment.params_offset, end)
+            line = (start, *(offset // UNIT_BYTES for offset in offsets))
+            lines.setdefault((segment.row_start, group), []).append(line)
+        table_of_all = np.array([line for table in lines.values() for line in table], dtype=np.int64)
+        table_of_all = table_of_all.reshape(-1, TABLE_COLUMNS)
+        tails = (table_of_all[:, 3] - table_of_all[:, 2]) * (UNIT_BYTES // 8)
+        return _Plan(
+            tuple(group._replace(segments=len(table)) for (_, group), table in lines.items()),
+            tuple(row_start for row_start, _ in lines),
+            table_of_all,
+            int(tails.max(initial=0)),
+        )
+
+
+def _table_at(rows: int) -> int:
+    """Where the segment table lies: at an even word, because kernels are compiled for the alignment of an address."""
+    return _SLOTS_AT + rows + rows % 2
+
+
+def _launches(plan: _Plan, words: torch.Tensor, rows: int) -> list[tuple[SegmentGroup, torch.Tensor, torch.Tensor]]:
+    """Group, segment table and pool slots of each launch."""
+    launches = []
+    at = _table_at(rows)
+    for group, row_start in zip(plan.groups, plan.row_starts, strict=True):
+        size = group.segments * TABLE_COLUMNS
+        first = _SLOTS_AT + row_start
+        launches.append((group, words[at : at + size], words[first : first + group.rows]))
+        at += size
+    return launches
+
+
+def _reader(exchange: Exchange, read: Callable[[npt.NDArray[np.int64]], Result]) -> Callable[[], Result]:
+    generation = exchange.generation
+
+    def finish() -> Result:
+        exchange.wait()
+        if exchange.generation != generation:
+            raise PayloadError("payload result: asked for after the payloads that followed it; wait for it earlier")
+        return read(exchange.down.numpy())
+
+    return finish

@@ -1,0 +1,66 @@
+"""Packing and unpacking by torch, on any device: the reference, and what the CPU uses.
+
+One (layer, K|V) at a time is gathered into contiguous rows, grouped by tier, which keeps the work in cache and leaves a
+few vectorised torch calls per segment.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from spectrumkv_sglang.kernels.precision import Precision
+from spectrumkv_sglang.kernels.quantisers import quantiser_for
+from spectrumkv_sglang.payload.kv_buffers import KVBuffers
+from spectrumkv_sglang.payload.layout import PayloadLayout, Segment
+
+
+def pack_by_torch(buffers: KVBuffers, rows: npt.NDArray[np.int64], layout: PayloadLayout, out: torch.Tensor) -> None:
+    """Write the body of the payload of ``rows`` (int64, grouped by tier, all valid) to ``out``, padding zeroed."""
+    out[layout.prologue_bytes : layout.total_bytes].zero_()
+    index = torch.from_numpy(rows).to(buffers.device)
+    gathered = torch.empty(0)
+    block = (-1, -1)
+    for segment in layout.segments:
+        if block != (segment.layer, segment.kv):
+            block = (segment.layer, segment.kv)
+            gathered = torch.index_select(buffers.of(*block), 0, index)
+        part = gathered[segment.row_start : segment.row_start + segment.rows, segment.head_lo : segment.head_hi]
+        codes_out, params_out = _arrays(out, segment)
+        if segment.precision is Precision.NATIVE:
+            codes_out.view(part.dtype).copy_(part)
+            continue
+        codes, params = quantiser_for(segment.precision).quantise(part)
+        codes_out.copy_(codes)
+        params_out.copy_(params)
+
+
+def unpack_by_torch(
+    payload: torch.Tensor, buffers: KVBuffers, rows: npt.NDArray[np.int64], layout: PayloadLayout
+) -> None:
+    """Write the body of a payload to ``rows`` (int64, grouped by tier, all valid and distinct) of the pool."""
+    geometry = layout.geometry
+    dtype = getattr(torch, geometry.dtype)
+    index = torch.from_numpy(rows).to(buffers.device)
+    gathered = [
+        torch.empty((layout.rows, geometry.kv_heads, geometry.dim_of(kv)), dtype=dtype, device=buffers.device)
+        for kv in (0, 1)
+    ]
+    last = len(layout.segments) - 1
+    for number, segment in enumerate(layout.segments):
+        codes, params = _arrays(payload, segment)
+        part = quantiser_for(segment.precision).dequantise(codes, params, dtype)
+        block = gathered[segment.kv]
+        block[segment.row_start : segment.row_start + segment.rows, segment.head_lo : segment.head_hi] = part
+        following = layout.segments[number + 1] if number < last else None
+        if following is None or (following.layer, following.kv) != (segment.layer, segment.kv):
+            buffers.of(segment.layer, segment.kv).index_copy_(0, index, block)
+
+
+def _arrays(payload: torch.Tensor, segment: Segment) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes uint8 [rows, heads, c] and parameters float16 [rows, heads, p] of a segment, as views of the payload."""
+    shape = (segment.rows, segment.heads, -1)
+    codes = payload[segment.codes_offset : segment.codes_offset + segment.codes_bytes].view(shape)
+    params = payload[segment.params_offset : segment.params_offset + segment.params_bytes].view(torch.float16)
+    return codes, params.view(segment.rows, segment.heads, params.numel() // (segment.rows * segment.heads))
