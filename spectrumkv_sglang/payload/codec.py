@@ -174,6 +174,8 @@ def unpack_if_intact(
     outcome = UnpackOutcome(found, found == checksum, fits)
     if outcome.written:
         unpack_by_torch(payload, buffers, rows, layout)
+        if buffers.device.type == "cuda":  # a pool that the kernels do not take
+            torch.cuda.current_stream(buffers.device).synchronize()
     return Pending(lambda: outcome)
 
 

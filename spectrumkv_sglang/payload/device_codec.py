@@ -11,7 +11,8 @@ write nothing unless it is the announced one. So a payload is read twice, once f
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+import weakref
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -21,7 +22,6 @@ import torch
 
 from spectrumkv_sglang.kernels.checksum import POSITION_STEP, WORDS_PER_BLOCK, combine
 from spectrumkv_sglang.kernels.segment_group import DIM_MULTIPLE, TABLE_COLUMNS, UNIT_BYTES, SegmentGroup
-from spectrumkv_sglang.payload.errors import PayloadError
 from spectrumkv_sglang.payload.exchange import VERDICT_WORDS, Exchange, Pending, Result
 from spectrumkv_sglang.payload.layout import PayloadLayout
 from spectrumkv_sglang.payload.precision_table import PrecisionTable
@@ -29,7 +29,6 @@ from spectrumkv_sglang.payload.prologue import PROLOGUE_BYTES, Prologue, encode_
 
 _PROLOGUE_WORDS = PROLOGUE_BYTES // 8
 _SLOTS_AT = VERDICT_WORDS + _PROLOGUE_WORDS
-_EXCHANGES = 8
 _PLANS = 64
 
 
@@ -68,14 +67,14 @@ class DeviceCodec:
     Args:
         k: K buffer [pool slots, kv_heads, head_dim] of each layer, checked against the geometry that will be used.
         v: V buffer of each layer.
-        exchanges: payloads that may be in flight; one more waits for the oldest.
     """
 
-    def __init__(self, k: Sequence[torch.Tensor], v: Sequence[torch.Tensor], exchanges: int = _EXCHANGES) -> None:
+    def __init__(self, k: Sequence[torch.Tensor], v: Sequence[torch.Tensor]) -> None:
         self._buffers = (tuple(k), tuple(v))
         self._device = k[0].device
-        self._exchanges = [Exchange(self._device) for _ in range(exchanges)]
-        self._next = 0
+        # One for each result that somebody still holds; it comes back when the result is dropped. No lock: a result may
+        # be dropped while this object's is held.
+        self._free: deque[Exchange] = deque()
         self._plans: OrderedDict[tuple[PrecisionTable, tuple[int, ...], int, int], _Plan] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -124,10 +123,10 @@ class DeviceCodec:
                 announced = payload if prologue is None else exchange.words[VERDICT_WORDS:_SLOTS_AT]
                 close_payload(payload, announced, exchange.block_sums, exchange.words)
             except BaseException:
-                exchange.block_sums.zero_()
+                exchange.block_sums.zero_()  # and never used again: what was queued may still read it
                 raise
             exchange.fetch()
-            return Pending(_reader(exchange, lambda down: combine(int(down[0]), payload.numel())))
+        return self._pending(exchange, lambda down: combine(int(down[0]), payload.numel()))
 
     def unpack(
         self,
@@ -164,7 +163,7 @@ class DeviceCodec:
         def outcome(down: npt.NDArray[np.int64]) -> UnpackOutcome:
             return UnpackOutcome(combine(int(down[0]), words.numel()), bool(down[0] == down[1]), not down[2])
 
-        return Pending(_reader(exchange, outcome))
+        return self._pending(exchange, outcome)
 
     def launches(
         self, rows: npt.NDArray[np.int64], layout: PayloadLayout
@@ -178,8 +177,10 @@ class DeviceCodec:
     def _upload(
         self, rows: npt.NDArray[np.int64], plan: _Plan, words: int, announced_sum: int, prologue: Prologue | None
     ) -> Exchange:
-        exchange = self._exchanges[self._next]
-        self._next = (self._next + 1) % len(self._exchanges)
+        try:
+            exchange = self._free.popleft()
+        except IndexError:
+            exchange = Exchange(self._device)
         table_at = _table_at(rows.size)
         size = table_at + plan.table.size
         up = exchange.begin(size, -(-words // WORDS_PER_BLOCK))
@@ -191,6 +192,17 @@ class DeviceCodec:
         up[table_at:] = plan.table.reshape(-1)
         exchange.send(size)
         return exchange
+
+    def _pending(self, exchange: Exchange, read: Callable[[npt.NDArray[np.int64]], Result]) -> Pending[Result]:
+        """The result that ``read`` makes of the verdict's words; ``exchange`` is free again when it is dropped."""
+
+        def finish() -> Result:
+            exchange.wait()
+            return read(exchange.down.numpy())
+
+        pending = Pending(finish)
+        weakref.finalize(pending, self._free.append, exchange).atexit = False
+        return pending
 
     def _plan(self, layout: PayloadLayout) -> _Plan:
         # The table's hash is cached; two geometries of one table differ at most in their head dimensions here.
@@ -254,15 +266,3 @@ def _launches(plan: _Plan, words: torch.Tensor, rows: int) -> list[tuple[Segment
         launches.append((group, words[at : at + size], words[first : first + group.rows]))
         at += size
     return launches
-
-
-def _reader(exchange: Exchange, read: Callable[[npt.NDArray[np.int64]], Result]) -> Callable[[], Result]:
-    generation = exchange.generation
-
-    def finish() -> Result:
-        exchange.wait()
-        if exchange.generation != generation:
-            raise PayloadError("payload result: asked for after the payloads that followed it; wait for it earlier")
-        return read(exchange.down.numpy())
-
-    return finish

@@ -35,7 +35,7 @@ class Pending(Generic[Result]):
 
 
 class Exchange:
-    """Memory of one payload at a time: what goes up, what comes back, and the sums in between."""
+    """Memory of one payload at a time: what goes up, what comes back, and the sums in between. Not thread-safe."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -44,7 +44,6 @@ class Exchange:
         self.down = self._memory(VERDICT_WORDS)
         self.words = torch.empty(0, dtype=torch.int64, device=device)
         self.block_sums = torch.empty(0, dtype=torch.int64, device=device)
-        self.generation = 0
         self._done = torch.cuda.Event(blocking=True) if self._cuda else None
 
     def _memory(self, words: int) -> torch.Tensor:
@@ -53,7 +52,6 @@ class Exchange:
     def begin(self, words: int, blocks: int) -> npt.NDArray[np.int64]:
         """Wait until the last payload is done with this memory; returns ``words`` words to fill in."""
         self.wait()
-        self.generation += 1
         if self._up.numel() < words:
             size = 1 << (words - 1).bit_length()
             self._up = self._memory(size)

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spectrumkv_sglang.kernels.checksum import payload_checksum
-from spectrumkv_sglang.payload.codec import pack_payload, write_prologue
+from spectrumkv_sglang.payload.codec import pack_with_checksum
 from spectrumkv_sglang.payload.layout import plan_layout
 from spectrumkv_sglang.payload.precision_table import PrecisionTable
 from spectrumkv_sglang.payload.prologue import Prologue
@@ -40,21 +39,17 @@ def pack_into_slot(job: PackJob, view: PoolView, memory: SlotMemory, slot: int) 
     """
     geometry = view.geometry
     layout = plan_layout(geometry, job.table, job.rows_per_tier)
-    slots = pool_slots_of_pages(job.pages, geometry.page_size).to(view.device)
-    out = memory.work_area(slot, layout.total_bytes)
-    pack_payload(view.buffers, slots, job.tiers, layout, out)
-    write_prologue(
-        out,
-        Prologue(
-            room=job.room,
-            generation=job.generation,
-            sequence=job.sequence,
-            rows_per_tier=job.rows_per_tier,
-            total_bytes=layout.total_bytes,
-            geometry_digest=geometry.digest(),
-            table_digest=job.table.digest(),
-        ),
+    prologue = Prologue(
+        room=job.room,
+        generation=job.generation,
+        sequence=job.sequence,
+        rows_per_tier=job.rows_per_tier,
+        total_bytes=layout.total_bytes,
+        geometry_digest=geometry.digest(),
+        table_digest=job.table.digest(),
     )
-    checksum = payload_checksum(out)
+    out = memory.work_area(slot, layout.total_bytes)
+    slots = pool_slots_of_pages(job.pages, geometry.page_size)
+    checksum = pack_with_checksum(view.buffers, slots, job.tiers, layout, out, prologue)
     memory.flush_to_slot(slot, layout.total_bytes)
-    return checksum
+    return checksum.wait()

@@ -35,6 +35,7 @@ from spectrumkv_sglang.transfer.pool_view import PoolView
 from spectrumkv_sglang.transfer.slot_memory import SlotMemory
 from spectrumkv_sglang.transfer.slot_pool import SlotPool
 from spectrumkv_sglang.transfer.tier_agreement import forbidden_in
+from spectrumkv_sglang.transfer.warm_up import warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +107,7 @@ class PrefillRank:
             if isinstance(self.scorer, AttentionScorer):
                 self.scores = SlotScores(view.pool_slots, view.device)
             self._planner = ChunkPlanner(view, config, self.scorer, self.scores)
+            warm_up(view, config)
 
     def send(
         self, chunk: OutgoingChunk, send_natively: Callable[[], NativeResult], native_only: Reason | None = None

@@ -93,17 +93,22 @@ class SlotMemory:
         return scratch[:length]
 
     def flush_to_slot(self, index: int, length: int) -> None:
-        """Make what was packed in the work area visible in the slot; returns when the bytes are there."""
+        """Make what was packed in the work area visible in the slot; returns when the bytes are there.
+
+        The thread sleeps meanwhile: a stream's own synchronisation would spin on a core.
+        """
         if self.placement is Placement.pinned:
-            self.view(index, length).copy_(self.work_area(index, length))
+            self.view(index, length).copy_(self.work_area(index, length), non_blocking=True)
         if self.pool_device.type == "cuda":
-            torch.cuda.current_stream(self.pool_device).synchronize()
+            done = torch.cuda.Event(blocking=True)
+            done.record(torch.cuda.current_stream(self.pool_device))
+            done.synchronize()
 
     def load_from_slot(self, index: int, length: int) -> torch.Tensor:
         """The slot's bytes where unpack kernels can read them."""
         work = self.work_area(index, length)
         if self.placement is Placement.pinned:
-            work.copy_(self.view(index, length))
+            work.copy_(self.view(index, length), non_blocking=True)
         return work
 
     def close(self) -> None:

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from spectrumkv_sglang.kernels.checksum import payload_checksum
 from spectrumkv_sglang.observability.reasons import FailureCause
-from spectrumkv_sglang.payload.codec import read_prologue, unpack_payload
+from spectrumkv_sglang.payload.codec import read_prologue, unpack_if_intact
 from spectrumkv_sglang.payload.errors import PayloadError
 from spectrumkv_sglang.payload.layout import plan_layout
 from spectrumkv_sglang.payload.precision_table import PrecisionTable
@@ -62,31 +61,34 @@ def unpack_commit(job: UnpackJob, view: PoolView, memory: SlotMemory, rooms: Roo
     except PayloadError as error:
         raise ChunkFailedError(FailureCause.BAD_MESSAGE, str(error)) from error
     payload = memory.load_from_slot(commit.slot, commit.length)
-    checksum = payload_checksum(payload)
-    if checksum != commit.checksum:
-        raise ChunkFailedError(
-            FailureCause.CHECKSUM_MISMATCH,
-            f"slot {commit.slot}: payload checksum {checksum:#018x}, announced {commit.checksum:#018x}",
-        )
-    try:
-        read_prologue(payload).check(
-            Prologue(
-                room=job.room,
-                generation=commit.generation,
-                sequence=commit.sequence,
-                rows_per_tier=tuple(counts),
-                total_bytes=commit.length,
-                geometry_digest=geometry.digest(),
-                table_digest=job.table.digest(),
-            )
-        )
-    except PayloadError as error:
-        raise ChunkFailedError(FailureCause.STALE_GENERATION, str(error)) from error
+    announced = Prologue(
+        room=job.room,
+        generation=commit.generation,
+        sequence=commit.sequence,
+        rows_per_tier=tuple(counts),
+        total_bytes=commit.length,
+        geometry_digest=geometry.digest(),
+        table_digest=job.table.digest(),
+    )
     with rooms.pages(job.room, job.registration, commit.page_start, commit.page_count) as pages:
         slots = pool_slots_of_pages(pages, geometry.page_size)
         if int(slots.max()) >= view.pool_slots or int(slots.min()) < 0:
             raise ChunkFailedError(FailureCause.PAGE_RANGE, f"room {job.room} has pages outside the KV pool")
-        unpack_payload(payload, view.buffers, slots.to(view.device), tiers, layout)
-        if view.device.type == "cuda":
-            torch.cuda.current_stream(view.device).synchronize()
+        outcome = unpack_if_intact(payload, view.buffers, slots, tiers, layout, commit.checksum, announced).wait()
+    if not outcome.checksum_fits:
+        raise ChunkFailedError(
+            FailureCause.CHECKSUM_MISMATCH,
+            f"slot {commit.slot}: payload checksum {outcome.checksum:#018x}, announced {commit.checksum:#018x}",
+        )
+    if not outcome.prologue_fits:
+        raise ChunkFailedError(FailureCause.STALE_GENERATION, _prologue_difference(payload, announced))
     return time.perf_counter() - started
+
+
+def _prologue_difference(payload: torch.Tensor, announced: Prologue) -> str:
+    """What the prologue of a payload with the announced checksum says instead of what was announced."""
+    try:
+        read_prologue(payload).check(announced)
+    except PayloadError as error:
+        return str(error)
+    return "the payload's prologue differs from the announced one in its unused bytes"
