@@ -26,7 +26,7 @@ from spectrumkv_sglang.config import SpectrumKVConfig, load_config
 from spectrumkv_sglang.errors import SpectrumKVError
 from spectrumkv_sglang.launch.launcher import launch
 from spectrumkv_sglang.launch.pair import DEFAULT_LOG_DIR, DEFAULT_ROUTER_HOST, DEFAULT_ROUTER_PORT
-from spectrumkv_sglang.launch.processes import stopping_on_signals
+from spectrumkv_sglang.launch.processes import signals_held, stopping_on_signals
 from spectrumkv_sglang.launch.server_commands import LaunchError, python_command
 from spectrumkv_sglang.launch_config import (
     BACKENDS,
@@ -35,7 +35,7 @@ from spectrumkv_sglang.launch_config import (
     read_launch_config,
     write_launch_config,
 )
-from spectrumkv_sglang.launch_flags import arguments_from_flags, flags_from_arguments, last_value
+from spectrumkv_sglang.launch_flags import arguments_from_flags, flags_from_arguments, last_value, with_absolute_paths
 from spectrumkv_sglang.profiles.profile import load_profile
 from spectrumkv_sglang.sglang_compat import ServedModel
 from spectrumkv_sglang.verification.fingerprint import FingerprintError, fingerprint_model
@@ -128,16 +128,21 @@ def _run_probe(path: Path, wanted: Wanted) -> None:
 
 def _run_to_end(command: Sequence[str]) -> int:
     """Exit code of a command. On a signal to this program it gets the time to end its server and remove its files."""
-    with subprocess.Popen(command) as process:
-        try:
-            return process.wait()
-        except BaseException:
+    process: subprocess.Popen[bytes] | None = None
+    try:
+        with signals_held():  # one that comes while the process starts must not lose it
+            process = subprocess.Popen(command)
+        return process.wait()
+    except BaseException:
+        if process is not None:
             process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_PROBE_GRACE_SECONDS)
-            raise
-        finally:
+        raise
+    finally:
+        if process is not None:
             process.kill()
+            process.wait()
 
 
 def _use_backend(path: Path, backend: str | None) -> None:
@@ -161,7 +166,8 @@ def _alone_in(folder: Path) -> Iterator[None]:
 def _other_flags(config: LaunchConfig, wanted: Wanted) -> str | None:
     """What was probed with another flag than is wanted now; flags of prefill and decode alone do not count."""
     probed = config.sglang.common
-    for key, value in flags_from_arguments(("--model-path", wanted.model_path, *wanted.engine)).items():
+    asked_for = with_absolute_paths(flags_from_arguments(("--model-path", wanted.model_path, *wanted.engine)))
+    for key, value in asked_for.items():
         asked = arguments_from_flags({key: value})
         found = arguments_from_flags({key: probed.get(key)})
         same_path = key == "model-path" and os.path.realpath(str(value)) == os.path.realpath(str(probed.get(key)))

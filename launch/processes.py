@@ -30,8 +30,26 @@ LOG_TAIL_LINES = 40
 # SGLang looks for a SIGTERM every 5 seconds, to drain requests that nobody here waits for: not worth a long grace.
 GRACE_SECONDS = 1.0
 _TRACKER_SECONDS = 3.0
-# Waits for end-of-file on its standard input, which comes when the program that holds the other end is gone.
-_LEASH = 'group=$1; shift; cat >/dev/null; kill -KILL "-$group" 2>/dev/null; rm -rf -- "$@"'
+# Waits for end-of-file on its standard input, which comes when the program that holds the other end is gone. If the
+# group still runs then, the program was killed: Python's resource trackers are ended last, to unlink their semaphores.
+_LEASH = r"""
+group=$1; prefix=$2; shift 2
+cat >/dev/null
+if kill -0 "-$group" 2>/dev/null; then
+  shared=
+  for process in /proc/[0-9]*; do
+    fields=$(cat "$process/stat" 2>/dev/null)
+    fields=${fields##*) ? }; fields=${fields#* }
+    [ "${fields%% *}" = "$group" ] || continue
+    [ -z "$prefix" ] || shared="$shared $(grep -o "/dev/shm/$prefix[^ ]*" "$process/maps" 2>/dev/null)"
+    grep -q multiprocessing.resource_tracker "$process/cmdline" || kill -KILL "${process#/proc/}"
+  done 2>/dev/null
+  sleep 2
+  kill -KILL "-$group" 2>/dev/null
+  [ -z "$shared" ] || rm -f -- $shared
+fi
+rm -rf -- "$@"
+"""
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _running: set[ManagedProcess] = set()
@@ -113,7 +131,7 @@ class ManagedProcess:
         leashed = [self._temporary, *map(str, self.further_temporary)]
         inside = self.namespace.entered() if self.namespace is not None else nullcontext()
         try:
-            with _signals_held(), self.log_path.open("wb") as log, inside:
+            with signals_held(), self.log_path.open("wb") as log, inside:
                 self._process = subprocess.Popen(
                     self.command,
                     stdin=subprocess.DEVNULL,
@@ -126,7 +144,7 @@ class ManagedProcess:
                 with _running_lock:
                     _running.add(self)
                 self._leash = subprocess.Popen(
-                    ["/bin/sh", "-c", _LEASH, "leash", str(self._process.pid), *leashed],
+                    ["/bin/sh", "-c", _LEASH, "leash", str(self._process.pid), self.shared_memory_prefix, *leashed],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
@@ -176,7 +194,7 @@ class ManagedProcess:
 
 def stop_processes(processes: Iterable[ManagedProcess], grace_seconds: float = GRACE_SECONDS) -> None:
     """Stop several processes at once; signals that arrive meanwhile wait until all are gone."""
-    with _signals_held():
+    with signals_held():
         threads = [threading.Thread(target=process.stop, args=(grace_seconds,)) for process in processes]
         for thread in threads:
             thread.start()
@@ -214,7 +232,7 @@ def stopping_on_signals() -> Iterator[None]:
 
 
 @contextmanager
-def _signals_held() -> Iterator[None]:
+def signals_held() -> Iterator[None]:
     """Hold stop signals back for a short block that must not be left half done, then deliver the first one.
 
     Handlers are replaced rather than signals blocked: a process started in the block would inherit a blocked signal.

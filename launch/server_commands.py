@@ -11,7 +11,7 @@ from pathlib import Path
 
 from spectrumkv_sglang.errors import SpectrumKVError
 from spectrumkv_sglang.launch_config import LaunchConfig
-from spectrumkv_sglang.launch_flags import last_value
+from spectrumkv_sglang.launch_flags import check_managed, last_value
 
 # SGLang's own defaults.
 DEFAULT_HOST = "127.0.0.1"
@@ -119,7 +119,10 @@ def server_command(
 
     Raises:
         LaunchConfigError: an unknown role.
+        FlagsError: a further flag contradicts the role, the backend or the file.
     """
+    for argument in further:
+        check_managed(argument)
     flags = [*defaults, *config.arguments(role)]
     flags += ["--disaggregation-mode", role, "--disaggregation-transfer-backend", config.backend]
     flags += ["--spectrumkv-config", os.path.abspath(path), *further]

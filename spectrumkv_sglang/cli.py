@@ -160,9 +160,15 @@ def probe(
     seed: Annotated[int, typer.Option(help="Of the needles and the order of the text.")] = 0,
     needle_seconds: Annotated[float, typer.Option(min=0, help="Time that needle prompts may take; seconds.")] = 45.0,
     request_timeout: Annotated[float, typer.Option(min=1, help="Longest request; seconds.")] = 600.0,
-    max_kl: Annotated[float, typer.Option(min=0, help="Limit of the KL divergence, nats a token.")] = 0.03,
-    max_dppl: Annotated[float, typer.Option(help="Limit of the rise in perplexity, %.")] = 5.0,
-    min_top1: Annotated[float, typer.Option(min=0, max=1, help="Limit of the top-1 agreement, 0 to 1.")] = 0.90,
+    max_kl: Annotated[
+        float | None, typer.Option(help="Limit of the KL divergence, nats a token; default: the config's, .03.")
+    ] = None,
+    max_dppl: Annotated[
+        float | None, typer.Option(help="Limit of the rise in perplexity, %; default: the config's, 5.")
+    ] = None,
+    min_top1: Annotated[
+        float | None, typer.Option(help="Limit of the top-1 agreement, 0 to 1; default: the config's, .9.")
+    ] = None,
     compare: Annotated[
         tuple[Path, Path] | None, typer.Option(metavar="A B", help="Compare two --json results; probe nothing.")
     ] = None,

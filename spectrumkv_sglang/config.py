@@ -157,6 +157,15 @@ class SpectrumKVConfig(BaseSettings):
     require_probe: bool = Field(
         default=True, description="false: for experiments, use the allowed tiers whether or not the model was probed"
     )
+    probe_max_kl: float = Field(
+        default=0.03, ge=0, le=10, description="limit of a probe on text: KL divergence from native; nats a token"
+    )
+    probe_max_dppl_pct: float = Field(
+        default=5.0, ge=0, le=1000, description="limit of a probe on text: rise of the perplexity; %"
+    )
+    probe_min_top1: float = Field(
+        default=0.9, ge=0, le=1, description="limit of a probe on text: share of equal most likely tokens"
+    )
     probe: ProbeRecord | None = Field(
         default=None, description="record of `spectrumkv probe`, which writes it; not for editing"
     )

@@ -34,6 +34,7 @@ FORMAT = 1
 ROLES = ("prefill", "decode")
 Backend: TypeAlias = Literal["spectrumkv", "spectrumkv_tcp"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
+_LINE_ENDS = ("\x85", "\u2028", "\u2029", "\ufeff")
 _HEADER = """\
 # Launch config of SpectrumKV for SGLang. Start servers with: spectrumkv launch prefill|decode|pair --config THIS_FILE
 # Flags under sglang: are SGLang's own and yours to change. Another model, or other values under spectrumkv: than the
@@ -180,7 +181,7 @@ def _describe(problem: Any) -> str:
 
 
 def check_writable(path: str | Path) -> None:
-    """Find out, before any work, whether ``write_launch_config`` can write ``path``. Changes nothing.
+    """Find out, before any work, whether ``replace_file`` can write ``path``. Changes nothing.
 
     Raises:
         LaunchConfigError: the folder is missing or cannot be written to, or ``path`` is there and is no ordinary
@@ -203,11 +204,20 @@ def write_launch_config(path: str | Path, config: LaunchConfig) -> None:
     Raises:
         LaunchConfigError: it cannot be written; what was there before is unchanged and nothing else is left behind.
     """
-    target = Path(os.path.realpath(path))
     try:
         content = (_HEADER + _to_yaml(config)).encode("utf-8")
     except (yaml.YAMLError, PydanticSerializationError) as error:
         raise LaunchConfigError(f"{path}: a value cannot be written as YAML: {error}") from error
+    replace_file(path, content)
+
+
+def replace_file(path: str | Path, content: bytes) -> None:
+    """Write any file as ``write_launch_config`` writes a launch config.
+
+    Raises:
+        LaunchConfigError: as there.
+    """
+    target = Path(os.path.realpath(path))
     try:
         scratch, descriptor = _create_beside(target, _mode_of(target))
         try:
@@ -227,7 +237,20 @@ def write_launch_config(path: str | Path, config: LaunchConfig) -> None:
 
 def _to_yaml(config: LaunchConfig) -> str:
     document = config.model_dump(mode="json")
-    return yaml.safe_dump(document, sort_keys=False, allow_unicode=True, default_flow_style=False, width=10**6)
+    return yaml.dump(
+        document, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=10**6
+    )
+
+
+class _Dumper(yaml.SafeDumper):
+    """Escapes the line ends of Unicode, which come back as spaces or vanish where they stand as they are."""
+
+    def represent_str(self, data: str) -> Any:
+        style = '"' if any(end in data for end in _LINE_ENDS) else None
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
 
 
 def _mode_of(target: Path) -> int | None:
@@ -251,7 +274,7 @@ def _mode_of(target: Path) -> int | None:
 
 def _create_beside(target: Path, mode: int | None) -> tuple[Path, int]:
     """Create a new file in the folder of ``target``, of the permissions ``mode`` (None: an ordinary new file's)."""
-    scratch = target.parent / f".{target.name[:100]}.{secrets.token_hex(8)}.tmp"
+    scratch = target.parent / f".{target.name[:50]}.{secrets.token_hex(8)}.tmp"
     descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     if mode is not None:
         os.fchmod(descriptor, mode)
@@ -271,4 +294,4 @@ def _cannot_write(path: str | Path, error: OSError) -> LaunchConfigError:
     reason = error.strerror or str(error)
     if not folder.is_dir():
         reason = f"{folder} is no folder" if folder.exists() else f"the folder {folder} does not exist"
-    return LaunchConfigError(f"cannot write launch config {path}: {reason}; name a file that can be written")
+    return LaunchConfigError(f"cannot write {path}: {reason}; name a file that can be written")

@@ -11,6 +11,7 @@ the last one holds.
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
@@ -30,6 +31,9 @@ MANAGED_FLAGS = {
 }
 _KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _FLAG = re.compile(rf"--({_KEY.pattern})(?:=(.*))?", re.DOTALL)
+# What names a file or folder: SGLang's flags, by the end of their names.
+_FILE_FLAG = re.compile(r".*-(path|file|config)|chat-template|completion-template")
+_FOLDER_FLAG = re.compile(r".*-dir")
 # What argparse takes for a negative number, in all Python versions.
 _NEGATIVE_NUMBER = re.compile(r"-\d+|-\d*\.\d+", re.ASCII)
 
@@ -102,6 +106,21 @@ def last_value(arguments: Sequence[str], *names: str) -> str | None:
 def merged_flags(common: Flags, own: Flags) -> Flags:
     """Both servers' flags and behind them a role's own, which replace the ones of the same name."""
     return {key: value for key, value in common.items() if key not in own} | own
+
+
+def with_absolute_paths(flags: Flags) -> Flags:
+    """``flags`` with absolute paths, for servers that are started in another folder.
+
+    A file's name counts as one where the file is there; else it may be a hub id, or the name of a shipped template.
+    """
+    return {key: _absolute(key.replace("_", "-"), value) for key, value in flags.items()}
+
+
+def check_managed(argument: str) -> None:
+    """Raise FlagsError if the argument is a flag that ``spectrumkv launch`` gives itself."""
+    flag = _FLAG.fullmatch(argument)
+    if flag is not None:
+        _check_managed(flag[1])
 
 
 def check_flags(flags: Any) -> Flags:
@@ -181,3 +200,10 @@ def _scalar(text: str) -> Scalar:
         if math.isfinite(number) and _text(number) == text:
             return number
     return text
+
+
+def _absolute(name: str, value: FlagValue) -> FlagValue:
+    if not isinstance(value, str):
+        return value
+    is_path = _FOLDER_FLAG.fullmatch(name) or (_FILE_FLAG.fullmatch(name) and os.path.exists(value))
+    return os.path.abspath(value) if is_path else value

@@ -35,6 +35,8 @@ def register() -> None:
     if multiprocessing.parent_process() is None:
         # The launching process decides anew; what a shell or another server left behind does not count.
         os.environ.pop(compat.ACTIVE_VARIABLE, None)
+        if os.environ.get(compat.LOOPBACK_VARIABLE):
+            _refuse_foreign_loopback()
     try:
         compat.add_backend_choices()
         for name in (compat.PD_HOOK, compat.CLI_HOOK):
@@ -58,6 +60,17 @@ def register() -> None:
     HookRegistry.register(compat.PREFILL_QUEUE_HOOK, _attach_prefill, HookType.AROUND)
     HookRegistry.register(compat.DECODE_QUEUE_HOOK, _attach_decode, HookType.AROUND)
     HookRegistry.register(compat.ATTENTION_HOOK, _attention, HookType.AROUND)
+
+
+def _refuse_foreign_loopback() -> None:
+    """In a launching process with ``SPECTRUMKV_LOOPBACK`` set: go on only if it is the probe's own server."""
+    from spectrumkv_sglang.loopback.plan import refuse_other_servers
+
+    try:
+        refuse_other_servers()
+    except SpectrumKVError as error:
+        # SGLang logs a plugin's exceptions and goes on.
+        raise SystemExit(f"spectrumkv: {error}") from error
 
 
 def _install_loopback() -> None:

@@ -6,6 +6,8 @@ from typing import Any
 
 import yaml
 
+_MOST_BITS = 1024
+
 
 class _UniqueKeys(yaml.SafeLoader):
     """SafeLoader that refuses duplicate keys. A key may still override what a merge (``<<``) brings."""
@@ -25,6 +27,17 @@ class _UniqueKeys(yaml.SafeLoader):
                 )
             seen.add(key_node.value)
         return node
+
+    def construct_yaml_int(self, node: Any) -> int:
+        value = super().construct_yaml_int(node)
+        if value.bit_length() > _MOST_BITS:  # nothing here is that large, and Python cannot even print all of them
+            raise yaml.constructor.ConstructorError(
+                None, None, f"found a whole number of {value.bit_length()} bits: put it in quotes", node.start_mark
+            )
+        return value
+
+
+_UniqueKeys.add_constructor("tag:yaml.org,2002:int", _UniqueKeys.construct_yaml_int)
 
 
 def load_yaml(text: str) -> Any:

@@ -50,6 +50,9 @@ def test_defaults() -> None:
         "seed": 0,
         "strict": False,
         "require_probe": True,
+        "probe_max_kl": 0.03,
+        "probe_max_dppl_pct": 5.0,
+        "probe_min_top1": 0.9,
         "probe": None,
     }
     assert config == SpectrumKVConfig()
@@ -126,6 +129,9 @@ def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
         ("seed", "5", 5),
         ("strict", "true", True),
         ("require_probe", "false", False),
+        ("probe_max_kl", "0.1", 0.1),
+        ("probe_max_dppl_pct", "2", 2.0),
+        ("probe_min_top1", "0.95", 0.95),
     ],
 )
 def test_every_field_by_environment(tmp_path: Path, field: str, text: str, value: object) -> None:

@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from spectrumkv_sglang.config import LAUNCH_CONFIG_KEYS, load_config
+from spectrumkv_sglang.config import LAUNCH_CONFIG_KEYS, ConfigError, load_config
 from spectrumkv_sglang.launch_config import (
     LaunchConfig,
     LaunchConfigError,
@@ -81,6 +81,9 @@ scalars = st.integers() | st.floats(allow_nan=False) | texts
 values = st.booleans() | st.none() | scalars
 
 
+@example({"z": "\x85"})
+@example({"z": "a \u2028 b\u2029"})
+@example({"z": "\ufeffa"})
 @given(st.dictionaries(st.from_regex(r"z[a-z0-9-]{0,10}", fullmatch=True), values, max_size=6))
 def test_any_value_survives_the_file(tmp_path_factory: pytest.TempPathFactory, flags: dict[str, object]) -> None:
     path = tmp_path_factory.getbasetemp() / "survives.yaml"
@@ -248,7 +251,7 @@ def unwritable(kind: str, folder: Path) -> Path:
         ("folder", "it is a folder"),
         ("device", "no ordinary file"),
         ("protected", "the file is write-protected"),
-        ("read-only", "cannot write launch config /proc/launch.yaml"),
+        ("read-only", "cannot write /proc/launch.yaml"),
     ],
 )
 def test_an_unwritable_place_is_found_before_any_work(kind: str, expected: str, tmp_path: Path) -> None:
@@ -266,3 +269,21 @@ def test_checking_a_writable_place_changes_nothing(tmp_path: Path) -> None:
     path = written(tmp_path, VALID)
     check_writable(path)
     assert path.read_text() == VALID
+
+
+@pytest.mark.parametrize("text", ["format: {n}", "format: 1\nsglang: {{common: {{port: {n}}}}}\nspectrumkv: {{}}"])
+def test_a_number_too_large_to_print_is_refused_with_its_place(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "launch.yaml"
+    path.write_text(text.format(n="0x" + "f" * 20_000))
+    with pytest.raises(LaunchConfigError, match="whole number of 80000 bits"):
+        read_launch_config(path)
+    path.write_text(f"spectrumkv: {{budget: 0x{'f' * 20_000}}}")
+    with pytest.raises(ConfigError, match="whole number of 80000 bits"):
+        load_config(path, {})
+
+
+def test_a_name_as_long_as_file_systems_allow_can_be_written(tmp_path: Path) -> None:
+    path = tmp_path / ("\u4e00" * 83 + ".yaml")  # 254 bytes
+    check_writable(path)
+    write_launch_config(path, LaunchConfig(sglang=SGLangFlags(), spectrumkv={}))
+    assert [found.name for found in tmp_path.iterdir()] == [path.name]

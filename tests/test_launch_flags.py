@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -10,11 +11,13 @@ from hypothesis import strategies as st
 
 from spectrumkv_sglang.launch_flags import (
     MANAGED_FLAGS,
+    Flags,
     FlagsError,
     arguments_from_flags,
     flags_from_arguments,
     last_value,
     merged_flags,
+    with_absolute_paths,
 )
 
 keys = st.from_regex(r"[x-z][A-Za-z0-9_.-]{0,8}", fullmatch=True)
@@ -128,3 +131,16 @@ def test_a_roles_own_flags_replace_common_ones_and_stand_behind_them() -> None:
 )
 def test_the_last_value_of_a_flag_is_the_one_that_holds(arguments: list[str], expected: str | None) -> None:
     assert last_value(arguments, "--port", "--p") == expected
+
+
+def test_paths_become_absolute_for_servers_that_start_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("tok", "triton", "t.jinja"):
+        Path(name).touch()
+    flags: Flags = {"tokenizer-path": "tok", "chat_template": "t.jinja", "download-dir": "new", "tp": 2}
+    here: Flags = {"tokenizer-path": f"{tmp_path}/tok", "chat_template": f"{tmp_path}/t.jinja", "tp": 2}
+    assert with_absolute_paths(flags) == {**here, "download-dir": f"{tmp_path}/new"}
+    others: Flags = {"attention-backend": "triton", "tokenizer-path": "org/name", "chat-template": "chatml"}
+    assert with_absolute_paths(others) == others

@@ -14,6 +14,7 @@ import yaml
 from spectrumkv_sglang.config import SpectrumKVConfig
 from spectrumkv_sglang.launch.model import fetch_model
 from spectrumkv_sglang.launch.servers import CPU_SHIMS
+from spectrumkv_sglang.loopback.plan import LoopbackPlan, write_plan
 from spectrumkv_sglang.verification.fingerprint import fingerprint_model
 from spectrumkv_sglang.verification.record import ProbeRecord
 
@@ -162,3 +163,12 @@ def test_a_missing_extension_point_stops_the_server(model: Path, scenario: str, 
     assert result["error"] == error
     for part in (missing, "0.5.16 to 0.5.23", "--disaggregation-transfer-backend mooncake"):
         assert part in str(result["message"])
+
+
+def test_a_loopback_variable_left_in_the_environment_stops_a_serving_server(model: Path, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    write_plan(LoopbackPlan(base="b", policies="p", results="r", probe_pid=1), plan)
+    for path, message in ((plan, "not started by the probe"), (tmp_path / "gone.json", "cannot be read")):
+        result = run("not-chosen", model, SPECTRUMKV_LOOPBACK=str(path))
+        assert result["error"] == "SystemExit"
+        assert message in str(result["message"])

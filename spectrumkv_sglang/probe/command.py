@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,11 +10,11 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from spectrumkv_sglang.config import SpectrumKVConfig, load_config
+from spectrumkv_sglang.config import ENV_PREFIX, SpectrumKVConfig, load_config
 from spectrumkv_sglang.launch.processes import stopping_on_signals
 from spectrumkv_sglang.launch.servers import default_backend
 from spectrumkv_sglang.launch_config import check_writable, replace_file, write_launch_config
-from spectrumkv_sglang.launch_flags import flags_from_arguments
+from spectrumkv_sglang.launch_flags import flags_from_arguments, with_absolute_paths
 from spectrumkv_sglang.probe.errors import ProbeError
 from spectrumkv_sglang.probe.gate import Thresholds
 from spectrumkv_sglang.probe.needle_runs import MIN_LENGTH
@@ -47,9 +46,9 @@ class ProbeCommand:
     seed: int
     needle_seconds: float
     request_timeout: float
-    max_kl: float
-    max_dppl: float
-    min_top1: float
+    max_kl: float | None
+    max_dppl: float | None
+    min_top1: float | None
     engine_arguments: Sequence[str]
 
 
@@ -64,9 +63,6 @@ def probe(command: ProbeCommand, console: Console) -> int:
     _check_outputs(outputs, command)
     if command.plot is not None:
         check_plot_format(command.plot)
-    for option in ("max_kl", "max_dppl", "min_top1"):
-        if not math.isfinite(limit := getattr(command, option)):
-            raise ProbeError(f"--{option.replace('_', '-')} {limit}: expected a number; 1e9 holds for anything")
     depths = _depths(command.depths)
     check_depths(depths)
     if too_short := [length for length in command.lengths if length < MIN_LENGTH]:
@@ -76,7 +72,7 @@ def probe(command: ProbeCommand, console: Console) -> int:
         model=command.model_path,
         config=config,
         explicit_budget="budget" in config.model_fields_set,
-        flags=flags_from_arguments(command.engine_arguments),
+        flags=with_absolute_paths(flags_from_arguments(command.engine_arguments)),
         backend=_backend(command.backend),
         trials=command.trials,
         depths=depths,
@@ -86,7 +82,7 @@ def probe(command: ProbeCommand, console: Console) -> int:
         seed=command.seed,
         needle_seconds=command.needle_seconds,
         request_seconds=command.request_timeout,
-        thresholds=Thresholds(max_kl=command.max_kl, max_dppl_pct=command.max_dppl, min_top1=command.min_top1),
+        thresholds=Thresholds(config.probe_max_kl, config.probe_max_dppl_pct, config.probe_min_top1),
         log_path=_log_path(command),
     )
     progress = ConsoleProgress(console)
@@ -144,11 +140,14 @@ def _log_path(command: ProbeCommand) -> Path:
 
 def _config(command: ProbeCommand) -> SpectrumKVConfig:
     """The configuration to judge: a file's, then the options; all three tiers, whatever an earlier probe allowed."""
-    environ: dict[str, str] = {}
-    if command.profile is not None:
-        environ["SPECTRUMKV_PROFILE"] = command.profile
-    if command.budget is not None:
-        environ["SPECTRUMKV_BUDGET"] = str(command.budget)
+    given = {
+        "profile": command.profile,
+        "budget": command.budget,
+        "probe_max_kl": command.max_kl,
+        "probe_max_dppl_pct": command.max_dppl,
+        "probe_min_top1": command.min_top1,
+    }
+    environ = {f"{ENV_PREFIX}{name.upper()}": str(value) for name, value in given.items() if value is not None}
     if command.config is not None:
         load_config(command.config, {})  # what stands in the file must be valid even where it does not count
         environ["SPECTRUMKV_ALLOWED_TIERS"] = "high,mid,low"

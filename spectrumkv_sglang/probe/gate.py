@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from spectrumkv_sglang.config import SpectrumKVConfig
 from spectrumkv_sglang.probe import policies
 from spectrumkv_sglang.profiles.tier import Tier
 from spectrumkv_sglang.verification.record import GateScores, Verdict
 
+_NARROW_HIGH = (
+    "use another profile: this one's high tier holds less than 8 bits, so servers refuse to start with it until a "
+    "probe allows the low tier"
+)
 EXIT_CODES: dict[Verdict, int] = {"low_allowed": 0, "low_not_allowed": 10, "inconclusive": 11}
 
 
@@ -20,11 +25,11 @@ class Thresholds:
     come first: they are steady on short texts, where perplexity moves by a point or two by chance.
     """
 
-    max_kl: float = 0.03
+    max_kl: float = SpectrumKVConfig.model_fields["probe_max_kl"].default
     """Mean KL divergence, nats a token."""
-    max_dppl_pct: float = 5.0
+    max_dppl_pct: float = SpectrumKVConfig.model_fields["probe_max_dppl_pct"].default
     """Rise of the perplexity, %."""
-    min_top1: float = 0.90
+    min_top1: float = SpectrumKVConfig.model_fields["probe_min_top1"].default
     """Share of equal most likely tokens."""
 
     def failures(self, scores: GateScores) -> list[str]:
@@ -68,6 +73,7 @@ def decide(
     needles: NeedleCount,
     scores: Mapping[str, GateScores],
     thresholds: Thresholds,
+    narrow: Collection[Tier] = (),
 ) -> Decision:
     """Apply the rule.
 
@@ -76,6 +82,7 @@ def decide(
         needles: counts for ``native`` and every tiered policy that had to find needles.
         scores: of every judged policy.
         thresholds: the second gate.
+        narrow: tiers that hold precisions under 8 bits. Servers use those, too, only where the low tier is allowed.
     """
     tiered = [name for name in needles.passed if name != "native"]
     rule = (
@@ -83,6 +90,8 @@ def decide(
         f"policy and low {thresholds.text}; mid: the same limits on text with mid; otherwise without that tier"
     )
     safe, reasons = _without_low(usable, scores, thresholds)
+    safe = tuple(tier for tier in safe if tier is Tier.HIGH or tier not in narrow)
+    no_start = (_NARROW_HIGH,) if Tier.HIGH in narrow else ()
     control = needles.passed["native"]
     if control < needles.trials:
         return Decision(
@@ -93,6 +102,7 @@ def decide(
             (
                 "probe with shorter haystacks (--length 1024), or with a bigger or better instruct model",
                 "until then the low tier stays off",
+                *no_start,
             ),
         )
     reasons += [
@@ -104,9 +114,9 @@ def decide(
         if name in scores and (failed := thresholds.failures(scores[name])):
             reasons.append(f"{name}: {', '.join(failed)}")
     if Tier.LOW not in usable:
-        return Decision("low_not_allowed", safe, rule, (*reasons, "the profile has no low tier"), ())
+        return Decision("low_not_allowed", safe, rule, (*reasons, "the profile has no low tier"), no_start)
     if reasons:
-        return Decision("low_not_allowed", safe, rule, tuple(reasons), _advice(scores, thresholds))
+        return Decision("low_not_allowed", safe, rule, tuple(reasons), (*_advice(scores, thresholds), *no_start))
     return Decision("low_allowed", usable, rule, (), ())
 
 

@@ -45,9 +45,9 @@ def longest_length(context_tokens: int, pool_tokens: int) -> int:
 
 
 def choose_length(longest: int, seconds_for_calibration: float, prompts: int, seconds: float, least: int = 0) -> int:
-    """The largest of ``LENGTHS`` from ``least`` to ``longest`` (or ``longest`` if there is none) at which ``prompts`` prompts are expected to take
-    at most ``seconds``, from the seconds that ``CALIBRATION_TOKENS`` took. Attention makes long prompts dearer than in
-    proportion, hence the square root of the ratio on top."""
+    """The largest of ``LENGTHS`` from ``least`` to ``longest`` (or ``longest`` if there is none) at which ``prompts``
+    prompts are expected to take at most ``seconds``, from the seconds that ``CALIBRATION_TOKENS`` took. Attention makes
+    long prompts dearer than in proportion, hence the square root of the ratio on top."""
     fitting = [length for length in LENGTHS if least <= length <= longest] or [longest]
     chosen = fitting[0]
     for length in fitting[1:]:

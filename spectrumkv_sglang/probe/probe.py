@@ -40,10 +40,13 @@ from spectrumkv_sglang.profiles.profile import is_profile_path
 from spectrumkv_sglang.profiles.tier import Tier
 from spectrumkv_sglang.sglang_compat import ServedModel
 from spectrumkv_sglang.verification.fingerprint import ModelFingerprint, fingerprint_model
+from spectrumkv_sglang.verification.narrow_precisions import narrow_precisions
 from spectrumkv_sglang.verification.record import GateScores, ProbeRecord, ProbeScores
 from spectrumkv_sglang.version import __version__
 
 _NEEDLE_POLICIES = (policies.POLICY, policies.LOW)
+# Of the launch config's section: what the probe writes itself, or does away with.
+_WRITTEN_FIELDS = {"profile", "budget", "allowed_tiers", "probe", "require_probe"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +143,7 @@ def run_probe(options: ProbeOptions, progress: ProbeProgress) -> tuple[ProbeResu
         count(results),
         scores,
         options.thresholds,
+        _narrow_tiers(options.config),
     )
     record = _record(options, decision, results, scores, fingerprint)
     launch = _launch_config(options, flags, record)
@@ -281,6 +285,12 @@ def _require_unchanged(before: ModelFingerprint | None, loaded: ModelFingerprint
         )
 
 
+def _narrow_tiers(config: SpectrumKVConfig) -> tuple[Tier, ...]:
+    profile = config.loaded_profile
+    table = profile.table(profile.nominal_geometry())
+    return tuple(tier for tier in profile.tiers_defined if narrow_precisions(table, [tier]))
+
+
 def _tiered_passes(results: Sequence[NeedleResult]) -> int:
     return sum(all(answer.passed for name, answer in result.answers.items() if name != NATIVE) for result in results)
 
@@ -326,7 +336,7 @@ def _launch_config(options: ProbeOptions, flags: Flags, record: ProbeRecord) -> 
         "profile": str(Path(profile).resolve()) if is_profile_path(profile) else profile,
         "budget": options.config.budget,
         "allowed_tiers": [tier.label for tier in record.allowed_tiers],
-        **_policy_fields(options.config),
+        **_kept_fields(options.config),
         "probe": record.model_dump(mode="json"),
     }
     if not options.explicit_budget or _least(options.config, record.allowed_tiers) > options.config.budget:
@@ -341,10 +351,10 @@ def _launch_config(options: ProbeOptions, flags: Flags, record: ProbeRecord) -> 
     )
 
 
-def _policy_fields(config: SpectrumKVConfig) -> dict[str, Any]:
-    """Fields of the judged policy that differ from their defaults, so that the file serves what was judged."""
-    names = ("sink_tokens", "recent_tokens", "min_tokens", "slot_bytes", "scorer", "scorer_window")
-    chosen = {name: getattr(config, name) for name in (*names, "scorer_stride_samples", "seed")}
+def _kept_fields(config: SpectrumKVConfig) -> dict[str, Any]:
+    """Fields that the operator chose, so that the file serves what was judged, as strictly as before. Not
+    ``require_probe``: this is the probe that it was to do without."""
+    chosen = config.model_dump(mode="json", include=config.model_fields_set - _WRITTEN_FIELDS)
     return {name: value for name, value in chosen.items() if value != type(config).model_fields[name].default}
 
 

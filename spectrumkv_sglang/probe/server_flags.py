@@ -25,10 +25,12 @@ _CPU_DEFAULTS: Flags = {
 _LEFT_OUT = {
     "host", "port", "nccl-port", "api-key", "admin-api-key", "enable-metrics", "log-requests", "log-requests-level",
     "ssl-keyfile", "ssl-certfile", "served-model-name", "disable-radix-cache", "schedule-policy", "dist-init-addr",
-    "base-gpu-id", "dp-size", "dp", "data-parallel-size", "enable-hierarchical-cache", "model-path", "model",
-    "skip-server-warmup",
+    "base-gpu-id", "dp-size", "dp", "data-parallel-size", "enable-hierarchical-cache", "skip-server-warmup",
 }  # fmt: skip
+_SHORTEST_BEGINNING = 4
 _REFUSED = {
+    "model-path": "the probed model is named once, by the probe's own --model-path",
+    "model": "the probed model is named once, by the probe's own --model-path",
     "speculative-algorithm": "a draft model's KV travels natively: probe and serve without it",
     "pp-size": "with pipeline parallelism KV travels natively: probe and serve with --tp-size",
     "pipeline-parallel-size": "with pipeline parallelism KV travels natively: probe and serve with --tp-size",
@@ -59,12 +61,20 @@ def probe_server_flags(flags: Flags) -> tuple[Flags, tuple[str, ...]]:
         ProbeError: a flag under which KV is not tiered at all, or the probe would judge something else.
     """
     for key in flags:
-        name = key.replace("_", "-")
+        name = _full_name(key)
         if name in _REFUSED and flags[key] not in (1, None, False):
             raise ProbeError(f"--{key} {flags[key]}: {_REFUSED[name]}")
-    left_out = tuple(key for key in flags if key.replace("_", "-") in _LEFT_OUT)
+    left_out = tuple(key for key in flags if _full_name(key) in _LEFT_OUT)
     return {key: value for key, value in flags.items() if key not in left_out}, left_out
 
 
 def _spelled(flags: Mapping[str, object]) -> set[str]:
     return {key.replace("_", "-") for key in flags}
+
+
+def _full_name(key: str) -> str:
+    """The one flag of those above that SGLang takes ``key`` for (``--speculative-algo``), else ``key`` itself."""
+    name = key.replace("_", "-")
+    known = {*_REFUSED, *_LEFT_OUT}
+    meant = [flag for flag in known if len(name) >= _SHORTEST_BEGINNING and flag.startswith(name)]
+    return name if name in known or len(meant) != 1 else meant[0]

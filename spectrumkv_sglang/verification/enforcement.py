@@ -102,7 +102,9 @@ def decide_tiers(
     if differences:
         return TierDecision(kept, ProbeState.CHANGED, tuple(differences), unsafe)
     if record.verdict != "low_allowed" or Tier.LOW not in record.allowed_tiers:
-        return TierDecision(kept, ProbeState.NOT_PASSED, (f"verdict {record.verdict} of {record.date}",), unsafe)
+        kept = tuple(tier for tier in kept if tier in record.allowed_tiers)
+        reasons = (f"verdict {record.verdict} of {record.date}",)
+        return TierDecision(kept, ProbeState.NOT_PASSED, reasons, _unsafe(profile, kept))
     return TierDecision(tuple(tier for tier in allowed if tier in record.allowed_tiers), ProbeState.VERIFIED)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, field_validator
@@ -66,14 +67,22 @@ class ProbedPolicy(_Strict):
         return found
 
 
+def _score_for_file(value: float) -> float | str:
+    """JSON has no nan and inf: they are kept as texts, which are read as numbers again."""
+    return value if math.isfinite(value) else str(value)
+
+
+Score = Annotated[float, PlainSerializer(_score_for_file, when_used="json")]
+
+
 class GateScores(_Strict):
     """Teacher-forced scores of one policy on real text: perplexity, its change over native in %, mean KL divergence to
-    native in nats, share of equal most likely tokens (0 to 1)."""
+    native in nats, share of equal most likely tokens (0 to 1). A broken model or precision gives nan or inf."""
 
-    ppl: float
-    dppl_pct: float
-    kl: float
-    top1: float
+    ppl: Score
+    dppl_pct: Score
+    kl: Score
+    top1: Score
 
 
 class ProbeScores(_Strict):

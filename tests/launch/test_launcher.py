@@ -236,3 +236,10 @@ def test_arguments_reach_sglangs_own_parser_as_the_file_means_them(config: Path)
 )
 def test_a_servers_address_can_be_reached_from_this_machine(host: str, url: str) -> None:
     assert ServerCommand("decode", ("--host", host), {}).url == url
+
+
+@pytest.mark.parametrize("flag", ["--disaggregation-mode", "--spectrumkv-config=other.yaml", "--disaggregation-tr"])
+def test_a_further_flag_that_contradicts_the_role_or_the_file_is_refused(flag: str, config: Path) -> None:
+    result = CliRunner().invoke(app, ["launch", "decode", "--config", str(config), "--dry-run", flag, "prefill"])
+    assert result.exit_code == 1
+    assert "not given here" in str(result.exception)

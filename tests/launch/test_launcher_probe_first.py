@@ -354,3 +354,20 @@ def test_a_probe_that_claims_success_without_a_result_is_an_error(
     with pytest.raises(LaunchConfigError, match="there is no launch config"):
         ensure_probed(path, Wanted(str(model)))
     assert len(stand_in.runs) == 1
+
+
+def test_the_probe_may_clean_up_after_a_signal(tmp_path: Path, model: Path) -> None:
+    cleaning = "import time\ntry: print('probe', flush=True); time.sleep(60)\nfinally: time.sleep(1); print('clean')"
+    program = (
+        "import sys, signal; from spectrumkv_sglang.launch import probe_then_launch as module;"
+        "stop = 'import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))\\n';"
+        f"module.python_command = lambda *arguments: (sys.executable, '-u', '-c', stop + {cleaning!r});"
+        "sys.exit(module.main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", program, "--model-path", str(model), "--out", str(tmp_path / "launch.yaml")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert "probing" in process.stdout.readline()
+        assert process.stdout.readline() == "probe\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.read() == "clean\n"

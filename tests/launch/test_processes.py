@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from pathlib import Path
 from spectrumkv_sglang.launch.processes import ManagedProcess, stopping_on_signals
 process = ManagedProcess("family", ["/bin/bash", "-c", sys.argv[1]], env=os.environ, cwd=Path("."),
                          log_path=Path(sys.argv[2]))
+process.further_temporary = (Path(sys.argv[3]),)
 with stopping_on_signals():
     process.start()
     while not Path(sys.argv[2]).read_text():
@@ -86,7 +88,8 @@ def test_several_processes_are_stopped_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_no_child_survives_a_signal_to_the_program(number: signal.Signals, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", PROGRAM, STUBBORN_FAMILY, str(tmp_path / "log")]
+    command = [sys.executable, "-c", PROGRAM, STUBBORN_FAMILY, str(tmp_path / "log"), str(tmp_path / "further")]
+    (tmp_path / "further").mkdir()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as program:
         assert program.stdout is not None
         group, temporary = program.stdout.readline().split()
@@ -95,6 +98,30 @@ def test_no_child_survives_a_signal_to_the_program(number: signal.Signals, tmp_p
         program.wait(timeout=20)
     wait_until(lambda: running_in_group(int(group)) == [])
     wait_until(lambda: not Path(temporary).exists())
+    wait_until(lambda: not (tmp_path / "further").exists())
+
+
+def test_a_killed_program_leaves_nothing_in_shared_memory(tmp_path: Path) -> None:
+    """What an SGLang server has there: semaphores that a resource tracker unlinks, and a file that nothing unlinks."""
+    shared = Path(f"/dev/shm/spectrumkv_test_{os.getpid()}")
+    server = (
+        "import glob, mmap, multiprocessing, sys, time\n"
+        f"file = open({str(shared)!r}, 'w+b'); file.truncate(4096); mapped = mmap.mmap(file.fileno(), 4096)\n"
+        "lock = multiprocessing.get_context('spawn').Lock()\n"
+        "print(lock._semlock.name, flush=True); time.sleep(600)"
+    )
+    program = PROGRAM.replace("process.further", f"process.shared_memory_prefix = {shared.name!r}\nprocess.further")
+    command = [sys.executable, "-c", program, f"exec {shlex.join([sys.executable, '-c', server])}"]
+    arguments = [str(tmp_path / "log"), str(tmp_path / "further")]
+    with subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        group = int(holder.stdout.readline().split()[0])
+        semaphore = Path("/dev/shm") / f"sem.{(tmp_path / 'log').read_text().strip().lstrip('/')}"
+        assert semaphore.exists()
+        assert shared.exists()
+        holder.kill()
+    wait_until(lambda: running_in_group(group) == [])
+    wait_until(lambda: not semaphore.exists() and not shared.exists())
 
 
 def test_a_process_that_ended_by_itself_is_reported_with_the_end_of_its_log(tmp_path: Path) -> None:

@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 from spectrumkv_sglang.kernels.checksum import payload_checksum
 from spectrumkv_sglang.kernels.precision import Precision
 from spectrumkv_sglang.kernels.quantisers import quantiser_for
-from spectrumkv_sglang.payload.codec import KVBuffers, pack_payload, read_prologue, unpack_payload, write_prologue
+from spectrumkv_sglang.payload.codec import (
+    KVBuffers,
+    pack_payload,
+    pack_with_checksum,
+    read_prologue,
+    unpack_if_intact,
+    unpack_payload,
+    write_prologue,
+)
 from spectrumkv_sglang.payload.errors import PayloadError
 from spectrumkv_sglang.payload.geometry import KVGeometry
 from spectrumkv_sglang.payload.layout import PayloadLayout, plan_layout
@@ -224,3 +232,42 @@ def test_pack_refuses_memory_that_is_too_short() -> None:
     with pytest.raises(PayloadError, match=f"expected room for {chunk.layout.total_bytes} bytes"):
         pack_payload(chunk.buffers, chunk.pool_slots, chunk.tiers, chunk.layout, out)
     assert bool((out == 0xAB).all())
+
+
+def prologue_of(chunk: Chunk) -> Prologue:
+    layout = chunk.layout
+    digests = layout.geometry.digest(), layout.table.digest()
+    return Prologue(7, 1, 0, layout.rows_per_tier, layout.total_bytes, *digests)
+
+
+def test_packing_with_a_checksum_is_packing_prologue_and_checksum() -> None:
+    chunk = small_chunk()
+    expected = chunk.pack()
+    write_prologue(expected, prologue_of(chunk))
+    out = torch.zeros(chunk.layout.total_bytes, dtype=torch.uint8)
+    packed = pack_with_checksum(chunk.buffers, chunk.pool_slots, chunk.tiers, chunk.layout, out, prologue_of(chunk))
+    assert packed.wait() == payload_checksum(expected)
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("fault", ["none", "payload", "checksum", "prologue"])
+def test_only_an_intact_payload_reaches_the_pool(fault: str) -> None:
+    chunk = small_chunk()
+    payload = torch.zeros(chunk.layout.total_bytes, dtype=torch.uint8)
+    arguments = chunk.pool_slots, chunk.tiers, chunk.layout
+    announced = prologue_of(chunk)
+    checksum = pack_with_checksum(chunk.buffers, *arguments, payload, announced).wait()
+    if fault == "payload":
+        payload[-1] ^= 1
+    elif fault == "checksum":
+        checksum ^= 1
+    elif fault == "prologue":
+        announced = replace(announced, generation=2)
+    received = chunk.blank_buffers()
+    outcome = unpack_if_intact(payload, received, *arguments, checksum, announced).wait()
+    assert outcome.checksum == payload_checksum(payload)
+    assert outcome.written == (fault == "none")
+    assert outcome.checksum_fits == (fault in ("none", "prologue"))
+    assert outcome.prologue_fits == (fault != "prologue")
+    untouched = all(bool((buffer == 3.0).all()) for buffer in (*received.k, *received.v))
+    assert untouched == (fault != "none")

@@ -40,9 +40,17 @@ def _failure(*arguments: object) -> str:
         (("--model-path", "{model}", "--config", "{folder}/none.yaml"), "cannot read"),
         (("--model-path", "{model}", "--config", "{folder}/corrupt.yaml"), "not valid YAML"),
         (("--model-path", "{model}", "--config", "{folder}/tiers.yaml"), "lowest"),
+        (("--model-path", "{model}", "--max-kl", "nan"), "probe_max_kl"),
+        (("--model-path", "{model}", "--min-top1", "90"), "at most 1"),
         (("--model-path", "{model}", "--plot", "{folder}/p.gif"), ".png"),
         (("--model-path", "{model}", "--depths", "high"), "0.1,0.5,0.9"),
+        (("--model-path", "{model}", "--depths", "0.5,1.5"), "depth 1.5"),
+        (("--model-path", "{model}", "--depths", "nan"), "depth nan"),
+        (("--model-path", "{model}", "--length", "300"), "at least 512"),
+        (("--model-path", "{model}", "--max-kl", "nan"), "nan"),
         (("--model-path", "{model}", "--trials", "0"), "trials"),
+        (("--model-path", "{model}", "--", "--model-path", "/models/other"), "named once"),
+        (("--model-path", "{model}", "--speculative-algo", "EAGLE"), "draft"),
         (("--model-path", "{model}", "--backend", "nixl"), "spectrumkv_tcp"),
         (("--model-path", "{model}", "--haystack", "{folder}/none.txt"), "none.txt"),
         (("--model-path", "{model}", "--disaggregation-mode", "prefill"), "disaggregation-mode"),
@@ -70,3 +78,34 @@ def test_outputs_that_cannot_be_written_are_found_first(tmp_path: Path, model: P
     assert str(tmp_path) in _failure("--model-path", model, "--out", tmp_path)
     assert "missing" in _failure("--model-path", model, "--out", tmp_path / "l.yaml", "--json", missing)
     assert not (tmp_path / "l.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "replaced"),
+    [
+        (("--json", "{folder}/launch.yaml"), "--out"),
+        (("--json", "{folder}/link.yaml"), "--out"),
+        (("--json", "{folder}/p.png", "--plot", "{folder}/./p.png"), "--json"),
+        (("--json", "{folder}/launch.yaml.log"), "the log"),
+        (("--haystack", "{folder}/launch.yaml"), "--haystack"),
+        (("--text", "{folder}/t.txt", "--json", "{folder}/t.txt"), "--text"),
+        (("--profile", "{folder}/launch.yaml"), "--profile"),
+        (("--config", "{folder}/c.yaml", "--json", "{folder}/c.yaml"), "--config"),
+    ],
+)
+def test_a_file_that_would_replace_another_of_this_run_is_refused(
+    tmp_path: Path, model: Path, arguments: tuple[str, ...], replaced: str
+) -> None:
+    (tmp_path / "launch.yaml").write_text(OLD)
+    (tmp_path / "c.yaml").write_text("budget: .5\n")
+    (tmp_path / "link.yaml").symlink_to("launch.yaml")
+    filled = [part.format(folder=tmp_path) for part in arguments]
+    failure = _failure("--model-path", model, "--out", tmp_path / "launch.yaml", *filled)
+    assert f"would replace the file of {replaced}" in failure
+    assert (tmp_path / "launch.yaml").read_text() == OLD
+
+
+def test_an_earlier_launch_config_may_be_judged_again_in_place(tmp_path: Path, model: Path) -> None:
+    out = tmp_path / "launch.yaml"
+    out.write_text("spectrumkv: {budget: 0.5}\n")
+    assert "tokenizer" in _failure("--model-path", model, "--config", out, "--out", out)

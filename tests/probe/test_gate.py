@@ -88,3 +88,12 @@ def test_a_profile_without_a_low_tier_never_gets_one() -> None:
     decision = decide((Tier.HIGH,), NeedleCount(3, {"native": 3, "policy": 3}), scores, Thresholds())
     assert decision.verdict == "low_not_allowed"
     assert decision.allowed_tiers == (Tier.HIGH,)
+
+
+def test_a_tier_under_8_bits_goes_with_the_low_tier() -> None:
+    """Servers use it only with a passed probe: a launch config with it would be one that no server starts with."""
+    decision = decide(ALL, _needles(low=0), _scores(), Thresholds(), narrow=(Tier.MID, Tier.LOW))
+    assert decision.allowed_tiers == (Tier.HIGH,)
+    assert decide(ALL, _needles(), _scores(), Thresholds(), narrow=(Tier.MID, Tier.LOW)).allowed_tiers == ALL
+    stuck = decide(ALL, _needles(low=0), _scores(), Thresholds(), narrow=ALL)
+    assert any("servers refuse to start" in advice for advice in stuck.advice)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from spectrumkv_sglang.probe.haystack import load_haystack
-from spectrumkv_sglang.probe.needles import NeedleError, NeedleTrial, make_trials
+from spectrumkv_sglang.probe.needles import NeedleError, NeedleTrial, least_length, make_trials
 
 HAYSTACK = load_haystack()
 DEPTHS = (0.1, 0.5, 0.9)
@@ -134,3 +135,27 @@ def test_a_template_that_drops_the_message_is_refused(base_tokenizer: Any) -> No
             make_trials(base_tokenizer, HAYSTACK, lengths=[1500])
     finally:
         base_tokenizer.chat_template = None
+
+
+LONG_SYSTEM_PROMPT = "You are a helpful and careful assistant. " * 60
+TEMPLATE = "{{{{ '<s>' }}}}{prompt}{{% for m in messages %}}[{{{{ m['content'] }}}}]{{% endfor %}}"
+
+
+def test_a_template_with_a_long_prompt_of_its_own_raises_the_shortest_length(chat_tokenizer: Any) -> None:
+    short = least_length(chat_tokenizer)
+    tokenizer = copy.deepcopy(chat_tokenizer)
+    tokenizer.chat_template = TEMPLATE.format(prompt=LONG_SYSTEM_PROMPT)
+    least = least_length(tokenizer)
+    assert least > short + 400
+    with pytest.raises(NeedleError, match="no room"):
+        make_trials(tokenizer, load_haystack(), lengths=[512], trials=1)
+    for seed in range(5):
+        (trial,) = make_trials(tokenizer, load_haystack(), lengths=[least], trials=1, seed=seed)
+        assert len(trial.token_ids) <= least
+
+
+def test_a_template_that_raises_is_an_error_of_ours(chat_tokenizer: Any) -> None:
+    tokenizer = copy.deepcopy(chat_tokenizer)
+    tokenizer.chat_template = "{{ raise_exception('only tools may speak') }}"
+    with pytest.raises(NeedleError, match=r"refuses a user's message \(only tools may speak\)"):
+        least_length(tokenizer)

@@ -1,5 +1,6 @@
 """The result file, its comparison and its picture."""
 
+import math
 from pathlib import Path
 
 import msgspec
@@ -116,3 +117,16 @@ def test_the_picture_has_the_format_of_its_name(name: str, begins: bytes) -> Non
 def test_a_picture_of_another_format_is_refused_before_any_work() -> None:
     with pytest.raises(ProbeError, match=r"\.png"):
         check_plot_format(Path("p.gif"))
+
+
+def test_scores_that_are_no_numbers_are_null_and_read_back(tmp_path: Path) -> None:
+    """A broken model, or an overflow in a tier, gives nan; the result is still a result."""
+    path = tmp_path / "a.json"
+    scores = {"native": 0.0, "low": math.nan}
+    result = _result(kl=scores, ppl={"native": 20.0, "low": math.inf}, dppl_pct={"native": 0.0, "low": math.inf})
+    path.write_bytes(encode_result(result))
+    assert msgspec.json.decode(path.read_bytes())["kl"] == {"native": 0.0, "low": None}
+    assert math.isnan(read_result(path).kl["low"])
+    assert "nan" in _printed(print_result, read_result(path))
+    assert "nan" in _printed(print_comparison, result, read_result(path), ("a", "b"))
+    assert draw(result, Path("p.svg")).startswith(b"<?xml")

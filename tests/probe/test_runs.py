@@ -1,13 +1,21 @@
 """Choosing needle lengths and cutting text, without a server."""
 
+import math
+import struct
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from spectrumkv_sglang.config import SpectrumKVConfig
+from spectrumkv_sglang.loopback.plan import JudgedRecord, ResultLine
 from spectrumkv_sglang.probe.errors import ProbeError
+from spectrumkv_sglang.probe.gate import Thresholds
 from spectrumkv_sglang.probe.needle_runs import LENGTHS, choose_length, longest_length
-from spectrumkv_sglang.probe.text_runs import cut_windows
+from spectrumkv_sglang.probe.probe import ProbeOptions, _fingerprint_on_disk, _kept_fields, _require_unchanged
+from spectrumkv_sglang.probe.text_runs import TextWindow, cut_windows, run_windows
 from spectrumkv_sglang.probe.texts import load_judged_text
+from spectrumkv_sglang.verification.fingerprint import fingerprint_model
 
 
 def test_a_needle_prompt_fits_the_context_and_the_pool() -> None:
@@ -22,6 +30,8 @@ def test_more_time_gives_longer_prompts_and_no_time_the_shortest() -> None:
     assert chosen[-1] == LENGTHS[-1]
     assert choose_length(1500, 0.5, 9, 1e9) == LENGTHS[0]
     assert choose_length(700, 0.5, 9, 1e9) == 700
+    assert choose_length(8000, 0.5, 9, 0, least=1100) == LENGTHS[1]
+    assert choose_length(1400, 0.5, 9, 0, least=1100) == 1400
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
@@ -72,3 +82,46 @@ def test_a_short_text_or_context_gives_shorter_windows_or_an_error(chat_tokenize
         cut_windows(chat_tokenizer, "a few words", longest=8000, **arguments)
     with pytest.raises(ProbeError, match="--context-length"):
         cut_windows(chat_tokenizer, load_judged_text(), longest=150, **arguments)
+
+
+class ScriptedEngine:
+    """Reports scores; stands in for the server, which judges."""
+
+    def __init__(self, *nll: float) -> None:
+        self.nll = iter(nll)
+
+    def judge(self, token_ids: object, prefix_tokens: int, policy: str) -> ResultLine:
+        return ResultLine(id="", judged=JudgedRecord(tokens=10, nll=next(self.nll), kl=math.nan, top1=0.0))
+
+
+def test_a_perplexity_beyond_all_numbers_is_a_score_that_fails() -> None:
+    scores = run_windows(ScriptedEngine(3.0, 5000.0), [TextWindow([1], 1)], ["low"], lambda: None)  # type: ignore[arg-type]
+    assert scores["low"].ppl == scores["low"].dppl_pct == math.inf
+    assert scores["native"].dppl_pct == 0
+    assert len(Thresholds().failures(scores["low"])) == 3
+
+
+def _options(tmp_path: Path, **fields: Any) -> ProbeOptions:
+    plain: dict[str, Any] = {"model": "m", "config": SpectrumKVConfig(), "explicit_budget": False, "flags": {}}
+    return ProbeOptions(**{**plain, "backend": "spectrumkv_tcp", "log_path": tmp_path / "log", **fields})
+
+
+def test_a_model_that_was_replaced_while_it_was_loaded_is_not_judged(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}" + b"old weights")
+    (model / "config.json").write_text("{}")
+    before = _fingerprint_on_disk(_options(tmp_path, model=str(model)))
+    _require_unchanged(before, fingerprint_model(model, quantization="fp8", dtype="bfloat16"))
+    (model / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}" + b"new weights")
+    with pytest.raises(ProbeError, match=r"changed while it was loaded \(weights\)"):
+        _require_unchanged(before, fingerprint_model(model, quantization="fp8", dtype="bfloat16"))
+    assert _fingerprint_on_disk(_options(tmp_path, model="no/such-hub-id")) is None
+
+
+def test_what_the_operator_chose_stays_in_the_launch_config() -> None:
+    config = SpectrumKVConfig(
+        strict=False, require_probe=False, control_host="10.0.0.1", sink_tokens=8, budget=0.5, transfer_log="t.jsonl"
+    )
+    assert _kept_fields(config) == {"control_host": "10.0.0.1", "sink_tokens": 8, "transfer_log": "t.jsonl"}
+    assert _kept_fields(SpectrumKVConfig(strict=True)) == {"strict": True}

@@ -15,7 +15,14 @@ def test_what_decides_the_answers_is_passed_on_and_what_does_not_is_left_out() -
 
 
 @pytest.mark.parametrize(
-    "flags", [{"speculative-algorithm": "EAGLE"}, {"speculative_algorithm": "EAGLE"}, {"pp-size": 2}, {"nnodes": 2}]
+    "flags",
+    [
+        {"speculative-algorithm": "EAGLE"},
+        {"speculative_algorithm": "EAGLE"},
+        {"speculative-algo": "EAGLE"},
+        {"pp-size": 2},
+        {"nnodes": 2},
+    ],
 )
 def test_what_makes_kv_travel_natively_is_refused_with_what_to_do(flags: dict[str, object]) -> None:
     with pytest.raises(ProbeError, match="probe"):
@@ -39,3 +46,9 @@ def test_a_machine_without_a_gpu_gets_what_it_needs_below_the_operators_own() ->
 def test_decode_on_a_cpu_keeps_from_pinned_memory(version: str, needed: bool) -> None:
     assert bool(decode_flags({"device": "cpu"}, version)) is needed
     assert decode_flags({"device": "cuda"}, version) == {}
+
+
+@pytest.mark.parametrize("key", ["model-path", "model", "model_path"])
+def test_another_model_than_the_probed_one_is_refused(key: str) -> None:
+    with pytest.raises(ProbeError, match="named once"):
+        probe_server_flags({key: "/models/other"})

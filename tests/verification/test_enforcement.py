@@ -192,3 +192,15 @@ def test_dropping_low_does_not_make_every_profile_safe(narrow_high: str, narrow_
         verified = decide(probed(profile=profile))
         assert (verified.allowed_tiers, verified.state) == ((HIGH, MID, LOW), ProbeState.VERIFIED)
         verified.require("m", strict=True)
+
+
+def test_a_failed_probe_takes_away_every_tier_that_it_refused() -> None:
+    decision = decide(probed({"verdict": "low_not_allowed", "allowed_tiers": [HIGH]}))
+    assert (decision.allowed_tiers, decision.state) == ((HIGH,), ProbeState.NOT_PASSED)
+
+
+def test_what_a_failed_probe_of_int4_in_mid_still_allows_is_served(narrow_layer: str) -> None:
+    """Not refused as unsafe: HIGH alone is safe."""
+    decision = decide(probed({"verdict": "low_not_allowed", "allowed_tiers": [HIGH]}, profile=narrow_layer))
+    assert decision.allowed_tiers == (HIGH,)
+    decision.require("m", strict=False)

@@ -9,6 +9,8 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
+from spectrumkv_sglang.config import load_config
+from spectrumkv_sglang.launch_config import LaunchConfig, SGLangFlags, write_launch_config
 from spectrumkv_sglang.profiles.profile import load_profile
 from spectrumkv_sglang.profiles.tier import Tier
 from spectrumkv_sglang.verification.fingerprint import ModelFingerprint
@@ -138,3 +140,18 @@ def test_another_profile_is_named() -> None:
     [difference] = POLICY.differences(other)
     assert "probed spectrum (sha256:" in difference
     assert "served k8v4 (sha256:1234" in difference
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_scores_of_a_broken_model_survive_the_launch_config(value: float, tmp_path: Path) -> None:
+    """JSON and YAML's JSON subset have no such numbers; the file must load all the same, unedited."""
+    scores = GateScores(ppl=value, dppl_pct=value, kl=value, top1=0.5)
+    fields = {**FIELDS, "scores": ProbeScores(niah_passed=0, niah_trials=3, control_passed=3, gate={"low": scores})}
+    record = ProbeRecord.sealed(**fields)
+    path = tmp_path / "launch.yaml"
+    section = {"probe": record.model_dump(mode="json")}
+    write_launch_config(path, LaunchConfig(sglang=SGLangFlags(), spectrumkv=section))
+    read = load_config(path, {}).probe
+    assert read is not None
+    assert not read.edited
+    assert str(read.scores.gate["low"].kl) == str(value)
