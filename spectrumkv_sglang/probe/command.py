@@ -19,8 +19,9 @@ from spectrumkv_sglang.probe.errors import ProbeError
 from spectrumkv_sglang.probe.gate import Thresholds
 from spectrumkv_sglang.probe.needle_runs import MIN_LENGTH
 from spectrumkv_sglang.probe.needles import check_depths
+from spectrumkv_sglang.probe.options import ProbeOptions
 from spectrumkv_sglang.probe.plot import check_plot_format, draw
-from spectrumkv_sglang.probe.probe import ProbeOptions, run_probe
+from spectrumkv_sglang.probe.probe import run_probe
 from spectrumkv_sglang.probe.report import ConsoleProgress, print_comparison, print_result
 from spectrumkv_sglang.probe.result import encode_result, read_result
 from spectrumkv_sglang.sglang_compat import BACKEND, BACKEND_TCP

@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from spectrumkv_sglang.probe.probe import ProbeProgress
+from spectrumkv_sglang.probe.options import ProbeProgress
 from spectrumkv_sglang.probe.result import ProbeResult
 
 _VERDICTS = {

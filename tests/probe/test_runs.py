@@ -11,8 +11,10 @@ from spectrumkv_sglang.config import SpectrumKVConfig
 from spectrumkv_sglang.loopback.plan import JudgedRecord, ResultLine
 from spectrumkv_sglang.probe.errors import ProbeError
 from spectrumkv_sglang.probe.gate import Thresholds
+from spectrumkv_sglang.probe.model_identity import fingerprint_on_disk, require_unchanged
 from spectrumkv_sglang.probe.needle_runs import LENGTHS, choose_length, longest_length
-from spectrumkv_sglang.probe.probe import ProbeOptions, _fingerprint_on_disk, _kept_fields, _require_unchanged
+from spectrumkv_sglang.probe.options import ProbeOptions
+from spectrumkv_sglang.probe.outcome import kept_fields
 from spectrumkv_sglang.probe.text_runs import TextWindow, cut_windows, run_windows
 from spectrumkv_sglang.probe.texts import load_judged_text
 from spectrumkv_sglang.verification.fingerprint import fingerprint_model
@@ -111,17 +113,17 @@ def test_a_model_that_was_replaced_while_it_was_loaded_is_not_judged(tmp_path: P
     model.mkdir()
     (model / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}" + b"old weights")
     (model / "config.json").write_text("{}")
-    before = _fingerprint_on_disk(_options(tmp_path, model=str(model)))
-    _require_unchanged(before, fingerprint_model(model, quantization="fp8", dtype="bfloat16"))
+    before = fingerprint_on_disk(_options(tmp_path, model=str(model)))
+    require_unchanged(before, fingerprint_model(model, quantization="fp8", dtype="bfloat16"))
     (model / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}" + b"new weights")
     with pytest.raises(ProbeError, match=r"changed while it was loaded \(weights\)"):
-        _require_unchanged(before, fingerprint_model(model, quantization="fp8", dtype="bfloat16"))
-    assert _fingerprint_on_disk(_options(tmp_path, model="no/such-hub-id")) is None
+        require_unchanged(before, fingerprint_model(model, quantization="fp8", dtype="bfloat16"))
+    assert fingerprint_on_disk(_options(tmp_path, model="no/such-hub-id")) is None
 
 
 def test_what_the_operator_chose_stays_in_the_launch_config() -> None:
     config = SpectrumKVConfig(
         strict=False, require_probe=False, control_host="10.0.0.1", sink_tokens=8, budget=0.5, transfer_log="t.jsonl"
     )
-    assert _kept_fields(config) == {"control_host": "10.0.0.1", "sink_tokens": 8, "transfer_log": "t.jsonl"}
-    assert _kept_fields(SpectrumKVConfig(strict=True)) == {"strict": True}
+    assert kept_fields(config) == {"control_host": "10.0.0.1", "sink_tokens": 8, "transfer_log": "t.jsonl"}
+    assert kept_fields(SpectrumKVConfig(strict=True)) == {"strict": True}
