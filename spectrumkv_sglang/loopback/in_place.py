@@ -7,8 +7,8 @@ the last, so that later chunks of a prompt still attend to native KV, as they do
 
 from __future__ import annotations
 
-import random
 import time
+import zlib
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -87,7 +87,7 @@ class InPlaceTransfer:
         """
         prompt = self._prompts.get(request)
         if prompt is None:
-            prompt = self._prompts[request] = _Prompt(random.getrandbits(62), pages)
+            prompt = self._prompts[request] = _Prompt(zlib.crc32(request.encode()), pages)
         prompt.pages = pages
         start, new_pages = prompt.sent_pages, pages[prompt.sent_pages :]
         if len(new_pages) == 0:

@@ -1,7 +1,8 @@
 """The policies that a probe judges, each written as the SpectrumKV configuration that a server would have.
 
-``policy`` is what would be served: tiers by importance under a budget. The others put every token in one tier, so that
-each tier is judged at its worst, and the low tier's keys and values apart.
+``policy`` is what would be served: tiers by importance under a budget; ``random`` gives as many tokens each tier, but not
+those that matter. The others put every token in one tier, so that each tier is judged at its worst, and the low tier's
+keys and values apart.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from spectrumkv_sglang.profiles.profile import HeadOverride, LayerOverride, Prof
 from spectrumkv_sglang.profiles.tier import Tier
 
 POLICY = "policy"
+RANDOM = "random"
 HIGH = "high"
 MID = "mid"
 LOW = "low"
@@ -71,7 +73,11 @@ def write_policies(config: SpectrumKVConfig, geometry: KVGeometry, folder: Path)
     profile = config.loaded_profile
     tiers = profile.usable_tiers(config.allowed_tiers)
     written = [POLICY]
-    _write(folder / f"{POLICY}.yaml", {**base_fields(config), "budget": probe_budget(config, geometry)})
+    policy = {**base_fields(config), "budget": probe_budget(config, geometry)}
+    _write(folder / f"{POLICY}.yaml", policy)
+    if len(tiers) > 1 and config.scorer != RANDOM:
+        _write(folder / f"{RANDOM}.yaml", {**policy, "scorer": "random"})
+        written.append(RANDOM)
     wanted: list[tuple[str, Tier, Part]] = [(MID, Tier.MID, "both"), (LOW, Tier.LOW, "both")]
     wanted += [(LOW_KEYS, Tier.LOW, "keys"), (LOW_VALUES, Tier.LOW, "values")]
     if any(precision is not Precision.NATIVE for precision in vars(profile.tiers[Tier.HIGH]).values()):

@@ -20,6 +20,7 @@ _VERDICTS = {
 _MEANINGS = {
     "native": "nothing lost",
     "policy": "as served: tiers by importance",
+    "random": "as many tokens a tier, at random",
     "high": "every token in high",
     "mid": "every token in mid",
     "low": "every token in low",

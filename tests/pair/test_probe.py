@@ -89,12 +89,13 @@ def test_the_small_model_bears_the_low_tier(probed: Probed, figures: list[str]) 
     assert result.kl["native"] == 0.0
     assert 0.0 < result.kl["mid"] < result.kl["low"] < 0.03
     assert result.kl["policy"] < result.kl["low"]
+    assert result.kl["random"] < 0.03
     policy_tiers = result.niah.results[0].answers["policy"].tokens_by_tier
     assert policy_tiers is not None
     assert policy_tiers[Tier.LOW] > 0
     figures.append(
-        f"probe: KL mid {result.kl['mid']:.5f}, low {result.kl['low']:.4f}, policy {result.kl['policy']:.5f} at "
-        f"b {result.budget:.3f}; {result.seconds.total:.0f} s (server start {result.seconds.load:.0f}), memory "
+        f"probe: KL mid {result.kl['mid']:.5f}, low {result.kl['low']:.4f}, policy {result.kl['policy']:.5f}, random "
+        f"tiers {result.kl['random']:.5f} at b {result.budget:.3f}; {result.seconds.total:.0f} s (server start {result.seconds.load:.0f}), memory "
         f"{result.memory.loaded / 1e9:.2f} GB loaded, {result.memory.peak / 1e9:.2f} GB at most"
     )
 
