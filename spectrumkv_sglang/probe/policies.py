@@ -1,8 +1,8 @@
 """The policies that a probe judges, each written as the SpectrumKV configuration that a server would have.
 
-``policy`` is what would be served: tiers by importance under a budget; ``random`` gives as many tokens each tier, but not
-those that matter. The others put every token in one tier, so that each tier is judged at its worst, and the low tier's
-keys and values apart.
+``policy`` is what would be served: tiers by importance under a budget; ``random`` gives as many tokens each tier, but
+not those that matter. The others put every token in one tier, so that each tier is judged at its worst, and the low
+tier's keys and values apart.
 """
 
 from __future__ import annotations

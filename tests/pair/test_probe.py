@@ -93,10 +93,11 @@ def test_the_small_model_bears_the_low_tier(probed: Probed, figures: list[str]) 
     policy_tiers = result.niah.results[0].answers["policy"].tokens_by_tier
     assert policy_tiers is not None
     assert policy_tiers[Tier.LOW] > 0
+    kl, seconds, memory = result.kl, result.seconds, result.memory
     figures.append(
-        f"probe: KL mid {result.kl['mid']:.5f}, low {result.kl['low']:.4f}, policy {result.kl['policy']:.5f}, random "
-        f"tiers {result.kl['random']:.5f} at b {result.budget:.3f}; {result.seconds.total:.0f} s (server start {result.seconds.load:.0f}), memory "
-        f"{result.memory.loaded / 1e9:.2f} GB loaded, {result.memory.peak / 1e9:.2f} GB at most"
+        f"probe: KL mid {kl['mid']:.5f}, low {kl['low']:.4f}, policy {kl['policy']:.5f} and random tiers "
+        f"{kl['random']:.5f} at b {result.budget:.3f}; {seconds.total:.0f} s (server start {seconds.load:.0f}), memory "
+        f"{memory.loaded / 1e9:.2f} GB loaded, {memory.peak / 1e9:.2f} GB at most"
     )
 
 
