@@ -26,6 +26,7 @@ _CLONE_NEWNET = 0x40000000
 _THREAD_NETNS = "/proc/thread-self/ns/net"
 _TBF_MIN_BURST_BYTES = 512 * 1024
 _TBF_LATENCY = "50ms"
+_TBF_HANDLE = 0x10000
 
 
 class NamespaceError(SpectrumKVError):
@@ -145,6 +146,21 @@ class Link:
     left_interface: str
     right_interface: str
 
+    def set_rate(self, rate_bits_per_second: int | None) -> None:
+        """Limit each direction to another rate (see ``linked_hosts``), or lift the limit; what runs goes on.
+
+        Raises:
+            NamespaceError: a rate below 1 Mbit/s.
+        """
+        _check_rate(rate_bits_per_second)
+        for host, interface in ((self.left, self.left_interface), (self.right, self.right_interface)):
+            with host.entered(), _iproute() as route:
+                index = route.link_lookup(ifname=interface)[0]
+                if any(discipline.get_attr("TCA_KIND") == "tbf" for discipline in route.get_qdiscs(index)):
+                    route.tc("del", index=index, parent=0xFFFFFFFF)
+                if rate_bits_per_second is not None:
+                    _limit(route, index, rate_bits_per_second)
+
     def bytes_left_to_right(self) -> int:
         """Link-layer bytes that have left the left host so far."""
         return self.left.interface_bytes(self.left_interface).sent
@@ -168,8 +184,7 @@ def linked_hosts(*, rate_bits_per_second: int | None = None, subnet: str = "192.
     Raises:
         NamespaceError: not root, or the kernel refuses.
     """
-    if rate_bits_per_second is not None and rate_bits_per_second < 1_000_000:
-        raise NamespaceError(f"rate_bits_per_second is {rate_bits_per_second}, expected at least 1000000 (1 Mbit/s)")
+    _check_rate(rate_bits_per_second)
     with ExitStack() as stack:
         left = stack.enter_context(NetworkNamespace("left"))
         right = stack.enter_context(NetworkNamespace("right"))
@@ -194,11 +209,18 @@ def _bring_up(interface: str, *, address: str | None = None, rate_bits_per_secon
             route.addr("add", index=index, address=address, prefixlen=24)
         route.link("set", index=index, state="up")
         if rate_bits_per_second is not None:
-            bytes_per_second = rate_bits_per_second // 8
-            burst = max(_TBF_MIN_BURST_BYTES, bytes_per_second // 1000)
-            route.tc(
-                "add", "tbf", index=index, handle=0x10000, rate=bytes_per_second, burst=burst, latency=_TBF_LATENCY
-            )
+            _limit(route, index, rate_bits_per_second)
+
+
+def _check_rate(rate_bits_per_second: int | None) -> None:
+    if rate_bits_per_second is not None and rate_bits_per_second < 1_000_000:
+        raise NamespaceError(f"rate_bits_per_second is {rate_bits_per_second}, expected at least 1000000 (1 Mbit/s)")
+
+
+def _limit(route: Any, index: int, rate_bits_per_second: int) -> None:
+    bytes_per_second = rate_bits_per_second // 8
+    burst = max(_TBF_MIN_BURST_BYTES, bytes_per_second // 1000)
+    route.tc("add", "tbf", index=index, handle=_TBF_HANDLE, rate=bytes_per_second, burst=burst, latency=_TBF_LATENCY)
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """Sends one chunk of a room as a tiered payload: plan, open, pack, write, commit, wait for decode to unpack.
 
 The sub-chunks of a chunk form a pipeline: while Mooncake writes payload i, payload i + 1 is packed here and payload
-i - 1 is unpacked on decode. One worker thread runs it; nothing is shared between worker threads but the slot pool
-and the engine.
+i - 1 is unpacked on decode. Two writes may be under way, so that the link does not rest between them. One worker thread
+runs it; nothing is shared between worker threads but the slot pool and the engine.
 """
 
 from __future__ import annotations
@@ -43,6 +43,9 @@ from spectrumkv_sglang.transfer.slot_memory import SlotMemory
 from spectrumkv_sglang.transfer.slot_pool import Slot, SlotPool
 
 logger = logging.getLogger(__name__)
+
+_MOST_WRITES = 2
+"""Writes of one chunk that are under way at once."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,7 @@ class _InFlight:
     remote: deque[SlotGrant] = field(default_factory=deque)
     addresses: dict[int, int] = field(default_factory=dict)  # of every granted landing slot
     packed: Slot | None = None  # staging slot that no write uses yet
-    writing: _Written | None = None
+    writing: deque[_Written] = field(default_factory=deque)  # oldest first
     failed_remote: list[int] = field(default_factory=list)
     unanswered: int = 0
 
@@ -196,25 +199,26 @@ class ChunkSender:
         for sequence, subchunk in enumerate(task.subchunks):
             if not task.room_is_live():
                 raise ChunkFailedError(FailureCause.ROOM_GONE, f"room {task.room} was aborted on prefill")
-            if not flight.remote:
-                # The only granted slots are being written or unpacked: commit, so that they can come back.
-                self._commit(task, flight, stats)
-            remote = self._next_remote_slot(flight, stats)
+            self._commit_ended_writes(task, flight, stats)
+            remote = self._next_remote_slot(task, flight, stats)
             staging = self._lend_staging(task, flight, stats)
             rows = subchunk.page_count * self._view.geometry.page_size
             tiers = task.tiers[first_row : first_row + rows]
             first_row += rows
             checksum = self._pack(task, subchunk, sequence, tiers, staging, remote, stats)
-            self._commit(task, flight, stats)
+            self._commit_ended_writes(task, flight, stats)
+            while len(flight.writing) >= _MOST_WRITES:
+                self._commit(task, flight, stats)
             write = self._writes.submit(
                 task.session, self._memory.address(staging.index), remote.address, subchunk.payload_bytes
             )
             stats.writes += 1
             stats.wire_bytes += subchunk.payload_bytes
             tier_map = encode_tier_map(tiers, task.table.tiers)
-            flight.writing = _Written(subchunk, sequence, staging, remote, checksum, tier_map, write)
+            flight.writing.append(_Written(subchunk, sequence, staging, remote, checksum, tier_map, write))
             flight.packed = None
-        self._commit(task, flight, stats)
+        while flight.writing:
+            self._commit(task, flight, stats)
         while flight.unanswered:
             self._take_answer(flight, stats)
 
@@ -245,12 +249,17 @@ class ChunkSender:
         self._metrics.pack(seconds)
         return checksum
 
-    def _commit(self, task: ChunkTask, flight: _InFlight, stats: ChunkStats) -> None:
-        """Wait for the write that is going on, if there is one, and tell decode that its payload is complete."""
-        written, flight.writing = flight.writing, None
-        if written is None:
-            return
-        seconds = self._await_write(written, flight)
+    def _commit_ended_writes(self, task: ChunkTask, flight: _InFlight, stats: ChunkStats) -> None:
+        """Tell decode of every payload that is complete by now, so that unpacking does not wait for the next pack."""
+        while flight.writing and self._commit(task, flight, stats, wait=False):
+            pass
+
+    def _commit(self, task: ChunkTask, flight: _InFlight, stats: ChunkStats, *, wait: bool = True) -> bool:
+        """Tell decode that the payload of the oldest write is complete; False: it is not, and was not waited for."""
+        written = flight.writing[0]
+        seconds = self._end_of_write(flight, wait=wait)
+        if seconds is None:
+            return False
         stats.write_seconds += seconds
         self._metrics.write(seconds)
         flight.channel.send(
@@ -268,27 +277,36 @@ class ChunkSender:
             )
         )
         flight.unanswered += 1
+        return True
 
-    def _await_write(self, written: _Written, flight: _InFlight) -> float:
+    def _end_of_write(self, flight: _InFlight, *, wait: bool) -> float | None:
+        """Seconds that the oldest write took, its staging slot given back; None: it goes on and was not waited for."""
+        written = flight.writing[0]
         try:
-            seconds = self._writes.wait(written.write)
+            seconds = self._writes.wait(written.write) if wait else self._writes.poll(written.write)
         except ChunkFailedError:
             # The engine may go on reading the source and writing the destination ("ghost write").
+            flight.writing.popleft()
             flight.failed_remote.append(written.remote.slot)
             self._staging.quarantine(written.staging)
             raise
-        self._staging.give_back(written.staging)
+        if seconds is not None:
+            flight.writing.popleft()
+            self._staging.give_back(written.staging)
         return seconds
 
-    def _next_remote_slot(self, flight: _InFlight, stats: ChunkStats) -> SlotGrant:
+    def _next_remote_slot(self, task: ChunkTask, flight: _InFlight, stats: ChunkStats) -> SlotGrant:
         while not flight.remote:
-            self._take_answer(flight, stats)
+            if flight.unanswered:
+                self._take_answer(flight, stats)
+            else:  # all granted slots are being written: none comes back before its payload is committed
+                self._commit(task, flight, stats)
         return flight.remote.popleft()
 
     def _lend_staging(self, task: ChunkTask, flight: _InFlight, stats: ChunkStats) -> Slot:
         lent = self._staging.lend(1)
-        if not lent:
-            # A worker that waits for a slot must hold none, or all of them wait for each other.
+        # A worker that waits for a slot must hold none, or all of them wait for each other.
+        while not lent and flight.writing:
             self._commit(task, flight, stats)
         started = time.perf_counter()
         if not lent:
@@ -349,10 +367,9 @@ class ChunkSender:
         """Release every slot of the chunk on both sides."""
         if flight.packed is not None:
             self._staging.give_back(flight.packed)
-        written, flight.writing = flight.writing, None
-        if written is not None:
+        while flight.writing:
             try:
-                self._await_write(written, flight)
+                self._end_of_write(flight, wait=True)
             except ChunkFailedError as error:
                 self._metrics.failure(error.cause)
         try:

@@ -60,28 +60,37 @@ class MooncakeWrites:
         return PendingWrite(handle, session, length, now, now + self._timeout)
 
     def wait(self, write: PendingWrite) -> float:
-        """Wait for the end of ``write``; returns its duration in seconds.
+        """Wait for the end of ``write``; returns its duration in seconds. Not again after it returned or raised.
 
         Raises:
             ChunkFailedError: cause ``write_failed`` or ``write_timeout``, with ``peer_suspect`` set.
         """
         pause = _FIRST_POLL_SECONDS
-        while True:
-            status = self._engine.transfer_check_status(write.handle)
-            now = time.monotonic()
-            if status == 1:
-                return now - write.started
-            if status < 0:
-                raise ChunkFailedError(
-                    FailureCause.WRITE_FAILED,
-                    f"Mooncake write of {write.length} bytes to {write.session} failed (status {status})",
-                    peer_suspect=True,
-                )
-            if now > write.deadline:
-                raise ChunkFailedError(
-                    FailureCause.WRITE_TIMEOUT,
-                    f"Mooncake write of {write.length} bytes to {write.session} did not end within {self._timeout} s",
-                    peer_suspect=True,
-                )
+        while (seconds := self.poll(write)) is None:
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_POLL_SECONDS)
+        return seconds
+
+    def poll(self, write: PendingWrite) -> float | None:
+        """Duration of ``write`` in seconds if it has ended, None while it goes on. Not again after it has ended.
+
+        Raises:
+            ChunkFailedError: as :meth:`wait`.
+        """
+        status = self._engine.transfer_check_status(write.handle)
+        now = time.monotonic()
+        if status == 1:
+            return now - write.started
+        if status < 0:
+            raise ChunkFailedError(
+                FailureCause.WRITE_FAILED,
+                f"Mooncake write of {write.length} bytes to {write.session} failed (status {status})",
+                peer_suspect=True,
+            )
+        if now > write.deadline:
+            raise ChunkFailedError(
+                FailureCause.WRITE_TIMEOUT,
+                f"Mooncake write of {write.length} bytes to {write.session} did not end within {self._timeout} s",
+                peer_suspect=True,
+            )
+        return None

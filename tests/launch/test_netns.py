@@ -117,3 +117,21 @@ def test_an_interface_that_does_not_exist_is_named() -> None:
 def test_a_rate_below_one_megabit_is_refused() -> None:
     with pytest.raises(NamespaceError, match="expected at least 1000000"), linked_hosts(rate_bits_per_second=1000):
         pass
+
+
+@for_root
+def test_a_links_rate_can_change_while_connections_live() -> None:
+    megabyte = 1_000_000
+    with linked_hosts() as link:
+        receiver, sender = connected(link.right, link.right_address, link.left)
+        with receiver, sender:
+            seconds = {}
+            for name, rate in (("first", None), ("slow", 80_000_000), ("fast", 800_000_000), ("free", None)):
+                link.set_rate(rate)
+                send(receiver, sender, megabyte)  # what an empty bucket lets through at once
+                seconds[name] = send(receiver, sender, 4 * megabyte)
+            assert 0.3 < seconds["slow"] < 3.0
+            assert seconds["fast"] < seconds["slow"] / 2
+            assert seconds["free"] < seconds["slow"] / 2
+        with pytest.raises(NamespaceError, match="1 Mbit/s"):
+            link.set_rate(1000)

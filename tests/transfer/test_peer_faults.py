@@ -42,24 +42,24 @@ def test_a_stopped_peer_costs_no_more_than_the_open_timeout(
     next_room(rank, source)
 
 
-def test_a_write_that_does_not_end_rests_both_slots(
+def test_writes_that_do_not_end_rest_their_slots_on_both_sides(
     make_rank: MakeRank, make_prefill: MakePrefill, peer: DecodePeer
 ) -> None:
-    """The engine goes on with the write when the peer wakes up, long after it was given up."""
+    """The engine goes on with the writes when the peer wakes up, long after they were given up."""
     rank = make_rank(slot_bytes=SMALL_SLOT, quarantine_s=1.5)
     source = make_prefill(slot_bytes=SMALL_SLOT, write_timeout_s=0.5, quarantine_s=1.5)
     pages = source.some_pages(60)
     rank.open_room(1, len(pages))
-    source.engine.on_written = lambda number: peer.stop()  # the second write finds nobody
+    source.engine.on_written = lambda number: peer.stop()  # the second and third write, under way at once, find nobody
     try:
         outcome = source.send(rank, 1, pages)
-        assert source.staging()["quarantined"] == 1
+        assert source.staging()["quarantined"] == 2
     finally:
         peer.resume()
     assert (outcome.code, outcome.peer_suspect, outcome.went_native) == (-1, True, False)
-    assert outcome.failures == {"write_timeout": 1}
+    assert outcome.failures == {"write_timeout": 2}
     assert 0.5 <= outcome.seconds < 5
-    wanted = {"in_use": 0, "quarantined": 1}
+    wanted = {"in_use": 0, "quarantined": 2}
     assert eventually(lambda: {name: rank.state()[name] for name in wanted}, wanted, 1.4) == wanted
     source.engine.on_written = lambda number: None
     next_room(rank, source)
