@@ -4,7 +4,7 @@
 #   MODEL_PATH=/models/m PREFILL_HOSTS="p0 p1" DECODE_HOSTS="d0 d1 d2" ROUTER_HOST=r0 examples/several_nodes.sh
 #
 # Every host has the model under the same path, the units of examples/systemd/ and /etc/spectrumkv/spectrumkv.env, with
-# HOST set to its own address and ROUTER_SERVERS on the router's host to what this script prints. SSH logs in as root.
+# HOST set to its own address; the script sets ROUTER_SERVERS on the router's host. SSH logs in as root.
 set -euo pipefail
 
 : "${MODEL_PATH:?directory of the model, on every host}"

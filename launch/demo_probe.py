@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -32,6 +33,13 @@ class DemoProbe:
     plot: Path
 
 
+def probe_arguments(files: DemoProbe, model: Path, device: Device, backend: str) -> list[str]:
+    """Arguments of `spectrumkv probe`, which mean the same in every working directory."""
+    paths = {"--model-path": model, "--out": files.launch_config, "--json": files.result, "--plot": files.plot}
+    arguments = [part for option, path in paths.items() for part in (option, str(path.resolve()))]
+    return [*arguments, "--backend", backend, "--needle-seconds", str(_NEEDLE_SECONDS), *device_flags(device)]
+
+
 def run_probe(console: Console, *, model: Path, device: Device, backend: str, folder: Path) -> DemoProbe:
     """Probe ``model`` with the flags of the demo's servers and write the files into ``folder``.
 
@@ -40,13 +48,11 @@ def run_probe(console: Console, *, model: Path, device: Device, backend: str, fo
     """
     folder.mkdir(parents=True, exist_ok=True)
     files = DemoProbe(folder / "launch.yaml", folder / "probe.json", folder / "probe.png")
-    options = ["--model-path", str(model), "--out", str(files.launch_config.resolve()), "--backend", backend]
-    options += ["--json", str(files.result.resolve()), "--plot", str(files.plot.resolve())]
-    options += ["--needle-seconds", str(_NEEDLE_SECONDS)]
-    console.print(f"$ spectrumkv probe {' '.join(options)} ...", highlight=False, soft_wrap=True)
+    arguments = probe_arguments(files, model, device, backend)
+    console.print(f"$ spectrumkv probe {shlex.join(arguments)}", highlight=False, soft_wrap=True)
     paths = ([str(CPU_SHIMS.resolve())] if device is Device.CPU else []) + [os.environ.get("PYTHONPATH", "")]
     with subprocess.Popen(
-        [sys.executable, "-m", "spectrumkv_sglang.cli", "probe", *options, *device_flags(device)],
+        [sys.executable, "-m", "spectrumkv_sglang.cli", "probe", *arguments],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "COLUMNS": str(console.width)},
         cwd=folder,  # not the repository's root: its folder kernels/ would hide a package that SGLang imports
     ) as process:

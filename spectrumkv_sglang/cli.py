@@ -150,10 +150,15 @@ def probe(
         str | None,
         typer.Option(help="Backend for the launch config: spectrumkv (RDMA) or spectrumkv_tcp; default: what is here."),
     ] = None,
-    trials: Annotated[int, typer.Option(min=1, help="Needle trials a length.")] = 3,
-    depths: Annotated[str, typer.Option(help="Depths of the needles, 0 to 1.")] = "0.1,0.5,0.9",
+    trials: Annotated[int, typer.Option(min=1, help="Needle trials a length, spread over the depths.")] = 3,
+    depths: Annotated[
+        str, typer.Option(help="Where needles are hidden, from 0 (start) to 1 (end of the prompt), with commas.")
+    ] = "0.1,0.5,0.9",
     length: Annotated[
-        list[int] | None, typer.Option(help="Tokens of a needle prompt; may be repeated. Default: what time allows.")
+        list[int] | None,
+        typer.Option(
+            help="Tokens that a needle prompt and its answer fit in; may be repeated. Default: what time allows."
+        ),
     ] = None,
     haystack: Annotated[Path | None, typer.Option(metavar="FILE", help="Text to hide needles in.")] = None,
     text: Annotated[Path | None, typer.Option(metavar="FILE", help="Text to judge perplexity, KL, top-1 on.")] = None,
@@ -180,7 +185,7 @@ def probe(
         command.compare(*compare, Console())
         return
     if model_path is None:
-        raise typer.BadParameter("give the model's directory", param_hint="--model-path")
+        raise typer.BadParameter("missing: give the model's directory", param_hint="--model-path")
     asked = command.ProbeCommand(
         model_path=model_path,
         out=out,

@@ -10,7 +10,7 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from spectrumkv_sglang.config import ENV_PREFIX, SpectrumKVConfig, load_config
+from spectrumkv_sglang.config import ENV_PREFIX, ConfigError, SpectrumKVConfig, load_config
 from spectrumkv_sglang.launch.processes import stopping_on_signals
 from spectrumkv_sglang.launch.servers import default_backend
 from spectrumkv_sglang.launch_config import check_writable, replace_file, write_launch_config
@@ -100,13 +100,13 @@ def probe(command: ProbeCommand, console: Console) -> int:
         if command.plot is not None:
             replace_file(command.plot, picture)
     console.print(f"written: {', '.join(map(str, outputs))}", highlight=False)
-    console.print(f"start with: spectrumkv launch prefill --config {command.out}", highlight=False)
+    console.print(f"start with: spectrumkv launch prefill|decode|pair --config {command.out}", highlight=False)
     return exit_code
 
 
 def compare(first: Path, second: Path, console: Console) -> None:
     """Print two results side by side. Raises ProbeError when one cannot be read."""
-    print_comparison(read_result(first), read_result(second), (first.name, second.name), console)
+    print_comparison(read_result(first), read_result(second), (str(first), str(second)), console)
 
 
 def _check_outputs(outputs: Sequence[Path], command: ProbeCommand) -> None:
@@ -142,17 +142,24 @@ def _log_path(command: ProbeCommand) -> Path:
 def _config(command: ProbeCommand) -> SpectrumKVConfig:
     """The configuration to judge: a file's, then the options; all three tiers, whatever an earlier probe allowed."""
     given = {
-        "profile": command.profile,
-        "budget": command.budget,
-        "probe_max_kl": command.max_kl,
-        "probe_max_dppl_pct": command.max_dppl,
-        "probe_min_top1": command.min_top1,
+        "profile": ("--profile", command.profile),
+        "budget": ("--budget", command.budget),
+        "probe_max_kl": ("--max-kl", command.max_kl),
+        "probe_max_dppl_pct": ("--max-dppl", command.max_dppl),
+        "probe_min_top1": ("--min-top1", command.min_top1),
     }
-    environ = {f"{ENV_PREFIX}{name.upper()}": str(value) for name, value in given.items() if value is not None}
+    variables = {f"{ENV_PREFIX}{name.upper()}": pair for name, pair in given.items() if pair[1] is not None}
+    environ = {variable: str(value) for variable, (_, value) in variables.items()}
     if command.config is not None:
         load_config(command.config, {})  # what stands in the file must be valid even where it does not count
         environ["SPECTRUMKV_ALLOWED_TIERS"] = "high,mid,low"
-    return load_config(command.config, environ)
+    try:
+        return load_config(command.config, environ)
+    except ConfigError as error:  # it names variables; what was given are options
+        text = str(error)
+        for variable, (option, _) in variables.items():
+            text = text.replace(f"environment variable {variable}", option).replace(variable, option)
+        raise ConfigError(text) from error
 
 
 def _backend(chosen: str | None) -> str:

@@ -26,10 +26,13 @@ def draw(result: ProbeResult, path: Path) -> bytes:
     from matplotlib.figure import Figure
 
     names = [name for name in result.kl if name != "native"]
-    figure = Figure(figsize=(11, 3.6), layout="constrained")
-    kl_axes, ppl_axes, needle_axes = figure.subplots(1, 3)
-    _bars(kl_axes, names, result.kl, result.thresholds["max_kl"], "KL from native, nats a token")
-    _bars(ppl_axes, names, result.dppl_pct, result.thresholds["max_dppl_pct"], "perplexity against native, %")
+    figure = Figure(figsize=(14, 3.6), layout="constrained")
+    kl_axes, ppl_axes, top1_axes, needle_axes = figure.subplots(1, 4)
+    limits = result.thresholds
+    _bars(kl_axes, names, result.kl, limits["max_kl"], "KL from native, nats a token")
+    _bars(ppl_axes, names, result.dppl_pct, limits["max_dppl_pct"], "perplexity against native, %")
+    missed = {name: 1 - share for name, share in result.top1.items()}
+    _bars(top1_axes, names, missed, 1 - limits["min_top1"], "most likely token differs, share")
     policies = list(result.niah.passed_by_policy)
     for row, trial in enumerate(result.niah.results):
         for column, policy in enumerate(policies):
@@ -37,11 +40,12 @@ def draw(result: ProbeResult, path: Path) -> bytes:
             needle_axes.scatter(column, row, s=160, marker="o" if passed else "X", color=_FOUND if passed else _LOST)
     needle_axes.set_xticks(range(len(policies)), policies)
     needle_axes.set_yticks(
-        range(len(result.niah.results)), [f"{t.prompt_tokens} at {t.depth:g}" for t in result.niah.results]
+        range(len(result.niah.results)), [f"{t.prompt_tokens} tokens,\ndepth {t.depth:g}" for t in result.niah.results]
     )
     needle_axes.margins(0.3)
     needle_axes.set_title("needles: circle found, cross lost", fontsize=10)
-    figure.suptitle(f"{Path(result.model).name}, profile {result.profile}: {result.verdict.replace('_', ' ')}")
+    verdict = result.verdict.replace("_", " ")
+    figure.suptitle(f"{Path(result.model).name}, profile {result.profile}: {verdict} (dashed: limit)")
     picture = io.BytesIO()
     figure.savefig(picture, format=path.suffix.lower().lstrip("."), dpi=120)
     return picture.getvalue()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
@@ -58,6 +59,11 @@ def print_result(result: ProbeResult, console: Console) -> None:
         f"{_VERDICTS[result.verdict]}; tiers: {', '.join(result.allowed_tiers)}  "
         f"(profile {result.profile}, judged at b = {result.budget:.3f})"
     )
+    section = result.launch.get("spectrumkv", {})
+    if section:
+        served = section.get("budget", "the default, .55 or the least that the tiers reach")
+        least = section["probe"]["policy"]["budget"]
+        console.print(f"servers keep budget {served}; the probe covers budgets from {least:g} up", highlight=False)
     for reason in result.reasons:
         console.print(f"  because {escape(reason)}", highlight=False)
     for advice in result.advice:
@@ -76,7 +82,7 @@ def print_comparison(first: ProbeResult, second: ProbeResult, names: tuple[str, 
     table = Table(title="Two probes", title_justify="left")
     table.add_column("")
     for name, result in zip(names, (first, second), strict=True):
-        table.add_column(escape(f"{name}\n{result.model}"), justify="right", overflow="fold")
+        table.add_column(escape(f"{name}\n{Path(result.model).name}"), justify="right", overflow="fold")
     table.add_row("verdict", first.verdict, second.verdict)
     table.add_row("allowed tiers", ", ".join(first.allowed_tiers), ", ".join(second.allowed_tiers))
     table.add_row("profile", first.profile, second.profile)

@@ -36,9 +36,11 @@ if "--ends-after" in options:
     threading.Timer(float(options["--ends-after"]), lambda: (print("the reason", flush=True), os._exit(7))).start()
 http.server.ThreadingHTTPServer(("127.0.0.1", int(options["--port"])), Handler).serve_forever()
 """
+# A shell in the background starts programs that ignore SIGINT; an operator's does not.
 PROGRAM = """
-import sys
+import signal, sys
 from pathlib import Path
+signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, sys.argv[2])
 from test_launcher_pair import pair
 from spectrumkv_sglang.launch.pair import run_pair

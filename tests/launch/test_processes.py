@@ -18,8 +18,10 @@ from spectrumkv_sglang.launch.processes import ManagedProcess, ProcessError, sto
 # A leader that ignores SIGTERM, with two children: what an SGLang server with its schedulers looks like from outside.
 STUBBORN_FAMILY = "trap '' TERM; sleep 600 & sleep 600 & echo started; wait"
 # The same, held by a program that then waits; it prints the leader's process id.
+# A shell in the background starts programs that ignore SIGINT; an operator's does not.
 PROGRAM = """
-import os, sys, time
+import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from pathlib import Path
 from spectrumkv_sglang.launch.processes import ManagedProcess, stopping_on_signals
 process = ManagedProcess("family", ["/bin/bash", "-c", sys.argv[1]], env=os.environ, cwd=Path("."),
