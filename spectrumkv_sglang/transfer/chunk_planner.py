@@ -61,7 +61,7 @@ class ChunkPlanner:
     """Plans chunks of one prefill rank. Thread-safe: it only reads, but for tables that it may compute twice.
 
     Args:
-        scores: attention scores by pool slot; None when the scorer is a rule.
+        scores: attention scores by pool slot; None when the scorer is a rule, or there is one tier only.
     """
 
     def __init__(self, view: PoolView, config: SpectrumKVConfig, scorer: Scorer, scores: SlotScores | None) -> None:
@@ -103,10 +103,13 @@ class ChunkPlanner:
         sinks, recent = protected_rows(
             first_position, rows, prompt_tokens, self._config.sink_tokens, self._config.recent_tokens
         )
-        importance = self._importance(room, pages, first_position, rows)
         budget = sent_before.budget_of_next(rows * self._view.geometry.native_bytes_per_token, self._config.budget)
         ours = self._policy(self._config.allowed_tiers)
         both = self._policy(tuple(tier for tier in self._config.allowed_tiers if tier in peer_allowed_tiers))
+        nothing_to_choose = len(both.usable_tiers) == 1
+        importance = (
+            np.ones(rows, np.float32) if nothing_to_choose else self._importance(room, pages, first_position, rows)
+        )
         plan = self._plan(importance, both.table, budget, slot_bytes, sinks, both.usable_tiers, preferred=recent)
         missed = len(both.usable_tiers) > 1 and not plan.reachable
         reason = Reason.TIERED if both.usable_tiers == ours.usable_tiers else Reason.PEER_FORBIDS_TIER

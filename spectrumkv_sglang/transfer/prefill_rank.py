@@ -104,7 +104,9 @@ class PrefillRank:
             self._memory = SlotMemory(engine, config.staging_slots, config.slot_bytes, view.device)
             self._staging = SlotPool(config.staging_slots, config.quarantine_s)
             self._writes = MooncakeWrites(engine, config.write_timeout_s)
-            if isinstance(self.scorer, AttentionScorer):
+            # A profile of one tier has nothing to choose: no forward is to pay for observing its attention.
+            tiers = config.loaded_profile.usable_tiers(config.allowed_tiers)
+            if isinstance(self.scorer, AttentionScorer) and len(tiers) > 1:
                 self.scores = SlotScores(view.pool_slots, view.device)
             self._planner = ChunkPlanner(view, config, self.scorer, self.scores)
             warm_up(view, config)

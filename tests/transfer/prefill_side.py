@@ -87,7 +87,7 @@ class PrefillSide:
         self._registry = CollectorRegistry()
         self.rank = PrefillRank(
             view=self.view,
-            config=SpectrumKVConfig(transfer_log=log, scorer="random", **config),
+            config=SpectrumKVConfig(**{"transfer_log": log, "scorer": "random", **config}),
             engine=self.engine,
             page_size=geometry.page_size,
             page_bytes=geometry.page_size * geometry.native_bytes_per_token,
