@@ -21,6 +21,7 @@ from spectrumkv_sglang.launch_config import read_launch_config
 from spectrumkv_sglang.probe.haystack import load_haystack
 from spectrumkv_sglang.probe.needles import DEFAULT_ANSWER_TOKENS, make_trials
 from spectrumkv_sglang.probe.result import ProbeResult, read_result
+from spectrumkv_sglang.probe.texts import load_judged_text
 from spectrumkv_sglang.profiles.tier import Tier
 from spectrumkv_sglang.verification.record import ProbeRecord
 
@@ -176,11 +177,14 @@ def test_another_model_under_the_same_record_gets_no_low_tier(
 
 def test_a_broken_quantiser_loses_the_needle_itself(model: Path, tmp_path: Path, figures: list[str]) -> None:
     (tmp_path / "keys-low.yaml").write_text(KEYS_LOW)
+    (tmp_path / "short.txt").write_text(load_judged_text()[:3000])  # needles are what this is about
     broken: Any = run_probe(
         tmp_path / "run",
         model,
         "--profile",
         str(tmp_path / "keys-low.yaml"),
+        "--text",
+        str(tmp_path / "short.txt"),
         env={"PYTHONPATH": plugin_path(tmp_path, "two_bit_int4", TWO_BIT_INT4)},
     )
     result = broken.result
