@@ -19,14 +19,11 @@ from spectrumkv_sglang.kernels.triton_tiles import (
     beyond_block,
     crosses_block,
     has_capability,
-    kernel_pool,
-    launch,
+    launch_over_tiles,
     mix,
     move_to_next_block,
-    pool_format,
     scramble,
     shape_for,
-    tile_arguments,
     to_float32,
 )
 from spectrumkv_sglang.kernels.triton_tiles import BLOCK_WORDS as CHECKSUM_BLOCK
@@ -187,33 +184,5 @@ def pack_segments(
         shape: how to cut the work; None for what was fastest.
     """
     shape = shape or shape_for(block_sums.device, SHAPES[group.precision])
-    pairs = group.rows * group.heads
-    blocks = tile_arguments(group, shape)
-    tiles = triton.cdiv(pairs, blocks["BLOCK_PAIRS"])
-    launch(
-        _pack_tiles,
-        tiles * group.segments,
-        block_sums.device,
-        shape,
-        (
-            kernel_pool(group, pool),
-            payload,
-            block_sums,
-            slots,
-            table,
-            pairs,
-            tiles,
-            group.slot_stride,
-            group.head_stride,
-        ),
-        {
-            "PRECISION": int(group.precision),
-            "HEADS": group.heads,
-            "DIM": group.dim,
-            "ITEMSIZE": group.dtype.itemsize,
-            "HARDWARE_FP8": has_capability(block_sums.device, 8, 9),
-            "CHECKSUM": checksum,
-            **pool_format(group),
-            **blocks,
-        },
-    )
+    constants = {"HARDWARE_FP8": has_capability(block_sums.device, 8, 9), "CHECKSUM": checksum}
+    launch_over_tiles(_pack_tiles, group, shape, pool, payload, block_sums, slots, table, constants)

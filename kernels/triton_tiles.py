@@ -184,6 +184,53 @@ def launch(
         kernel[(programs,)](*arguments, **constants)
 
 
+def launch_over_tiles(
+    kernel: Any,
+    group: SegmentGroup,
+    shape: TileShape,
+    pool: torch.Tensor,
+    payload: torch.Tensor,
+    sums: torch.Tensor,
+    slots: torch.Tensor,
+    table: torch.Tensor,
+    constants: Mapping[str, Any],
+) -> None:
+    """Launch a kernel that packs or unpacks every segment of a group, tile by tile, on the device of ``sums``.
+
+    The kernel takes pool, payload, sums, slots, table, pairs, tiles, slot stride and head stride, and ``constants``
+    beside what group and shape say.
+    """
+    pairs = group.rows * group.heads
+    blocks = tile_arguments(group, shape)
+    tiles = triton.cdiv(pairs, blocks["BLOCK_PAIRS"])
+    launch(
+        kernel,
+        tiles * group.segments,
+        sums.device,
+        shape,
+        (
+            kernel_pool(group, pool),
+            payload,
+            sums,
+            slots,
+            table,
+            pairs,
+            tiles,
+            group.slot_stride,
+            group.head_stride,
+        ),
+        {
+            "PRECISION": int(group.precision),
+            "HEADS": group.heads,
+            "DIM": group.dim,
+            "ITEMSIZE": group.dtype.itemsize,
+            **constants,
+            **pool_format(group),
+            **blocks,
+        },
+    )
+
+
 def has_capability(device: torch.device, major: int, minor: int) -> bool:
     """Whether kernels are compiled for an NVIDIA GPU of at least this compute capability."""
     if device.type != "cuda" or torch.version.hip is not None:

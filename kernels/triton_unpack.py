@@ -17,11 +17,8 @@ from spectrumkv_sglang.kernels.segment_group import TABLE_COLUMNS, SegmentGroup,
 from spectrumkv_sglang.kernels.triton_tiles import (
     from_float32,
     has_capability,
-    kernel_pool,
-    launch,
-    pool_format,
+    launch_over_tiles,
     shape_for,
-    tile_arguments,
 )
 
 SHAPES = {
@@ -148,32 +145,5 @@ def unpack_segments(
         shape: how to cut the work; None for what was fastest.
     """
     shape = shape or shape_for(verdict.device, SHAPES[group.precision])
-    pairs = group.rows * group.heads
-    blocks = tile_arguments(group, shape)
-    tiles = triton.cdiv(pairs, blocks["BLOCK_PAIRS"])
-    launch(
-        _unpack_tiles,
-        tiles * group.segments,
-        verdict.device,
-        shape,
-        (
-            kernel_pool(group, pool),
-            payload,
-            verdict,
-            slots,
-            table,
-            pairs,
-            tiles,
-            group.slot_stride,
-            group.head_stride,
-        ),
-        {
-            "PRECISION": int(group.precision),
-            "HEADS": group.heads,
-            "DIM": group.dim,
-            "ITEMSIZE": group.dtype.itemsize,
-            "HARDWARE_BFLOAT16": has_capability(verdict.device, 8, 0),
-            **pool_format(group),
-            **blocks,
-        },
-    )
+    constants = {"HARDWARE_BFLOAT16": has_capability(verdict.device, 8, 0)}
+    launch_over_tiles(_unpack_tiles, group, shape, pool, payload, verdict, slots, table, constants)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +11,11 @@ from pathlib import Path
 from rich.console import Console
 
 from spectrumkv_sglang.errors import SpectrumKVError
+from spectrumkv_sglang.launch.probe_process import PROBE_EXIT_CODES, run_to_end
 from spectrumkv_sglang.launch.servers import CPU_SHIMS, Device, device_flags
 
 # What a short demo leaves for needles; an operator's probe takes 45 s.
 _NEEDLE_SECONDS = 20
-_STOP_SECONDS = 30.0
-_RESULT_EXIT_CODES = (0, 10, 11)
 
 
 class DemoProbeError(SpectrumKVError):
@@ -51,20 +49,11 @@ def run_probe(console: Console, *, model: Path, device: Device, backend: str, fo
     arguments = probe_arguments(files, model, device, backend)
     console.print(f"$ spectrumkv probe {shlex.join(arguments)}", highlight=False, soft_wrap=True)
     paths = ([str(CPU_SHIMS.resolve())] if device is Device.CPU else []) + [os.environ.get("PYTHONPATH", "")]
-    with subprocess.Popen(
+    code = run_to_end(
         [sys.executable, "-m", "spectrumkv_sglang.cli", "probe", *arguments],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "COLUMNS": str(console.width)},
         cwd=folder,  # not the repository's root: its folder kernels/ would hide a package that SGLang imports
-    ) as process:
-        try:
-            code = process.wait()
-        except BaseException:
-            process.terminate()  # it stops its server before it ends
-            try:
-                process.wait(_STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-            raise
-    if code not in _RESULT_EXIT_CODES:
+    )
+    if code not in PROBE_EXIT_CODES:
         raise DemoProbeError(f"spectrumkv probe ended with exit status {code}")
     return files

@@ -38,7 +38,7 @@ DEFAULT_CACHE_DIR = Path("build/models")
 # Part of the cache's folder name: a change of the conversion makes a new folder instead of reusing an old one.
 _CONVERSION = "bf16-1"
 
-_LAYER_TENSORS = {
+LAYER_TENSORS = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -121,9 +121,9 @@ def _huggingface_name(gguf_name: str) -> tuple[str, str]:
     if gguf_name in whole:
         return whole[gguf_name], ""
     parts = gguf_name.split(".")
-    if len(parts) != 4 or parts[0] != "blk" or parts[2] not in _LAYER_TENSORS or parts[3] != "weight":
+    if len(parts) != 4 or parts[0] != "blk" or parts[2] not in LAYER_TENSORS or parts[3] != "weight":
         raise ModelError(f"GGUF tensor {gguf_name!r} is not one of a llama model without biases")
-    return f"model.layers.{parts[1]}.{_LAYER_TENSORS[parts[2]]}.weight", parts[2]
+    return f"model.layers.{parts[1]}.{LAYER_TENSORS[parts[2]]}.weight", parts[2]
 
 
 def _split_rotary_halves(weight: np.ndarray, heads: int) -> np.ndarray:

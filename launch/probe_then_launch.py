@@ -15,10 +15,9 @@ import fcntl
 import os
 import shlex
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +25,8 @@ from spectrumkv_sglang.config import SpectrumKVConfig, load_config
 from spectrumkv_sglang.errors import SpectrumKVError
 from spectrumkv_sglang.launch.launcher import launch
 from spectrumkv_sglang.launch.pair import DEFAULT_LOG_DIR, DEFAULT_ROUTER_HOST, DEFAULT_ROUTER_PORT
-from spectrumkv_sglang.launch.processes import signals_held, stopping_on_signals
+from spectrumkv_sglang.launch.probe_process import PROBE_EXIT_CODES, run_to_end
+from spectrumkv_sglang.launch.processes import stopping_on_signals
 from spectrumkv_sglang.launch.server_commands import LaunchError, python_command
 from spectrumkv_sglang.launch_config import (
     BACKENDS,
@@ -38,13 +38,11 @@ from spectrumkv_sglang.launch_config import (
 from spectrumkv_sglang.launch_flags import arguments_from_flags, flags_from_arguments, last_value, with_absolute_paths
 from spectrumkv_sglang.profiles.profile import load_profile
 from spectrumkv_sglang.sglang_compat import ServedModel
-from spectrumkv_sglang.verification.fingerprint import FingerprintError, fingerprint_model
+from spectrumkv_sglang.verification.fingerprint import FingerprintError
 from spectrumkv_sglang.verification.record import profile_digest
+from spectrumkv_sglang.verification.served import served_fingerprint
 
 DEFAULT_OUT = Path("launch.yaml")
-# Exit codes of `spectrumkv probe` after which the launch config is there.
-PROBE_EXIT_CODES = (0, 10, 11)
-_PROBE_GRACE_SECONDS = 30.0
 _OUTCOMES = {
     "low_allowed": "the probe allows the low tier",
     "low_not_allowed": "the probe does not allow the low tier: servers use the tiers high and mid",
@@ -121,28 +119,9 @@ def _run_probe(path: Path, wanted: Wanted) -> None:
     arguments += ["--budget", repr(wanted.budget)] if wanted.budget is not None else []
     arguments += ["--backend", wanted.backend] if wanted.backend is not None else []
     arguments += [*wanted.probe_options, *wanted.engine]
-    code = _run_to_end(python_command("spectrumkv_sglang.cli", *arguments))
+    code = run_to_end(python_command("spectrumkv_sglang.cli", *arguments))
     if code not in PROBE_EXIT_CODES:
         raise LaunchError(f"spectrumkv probe ended with exit code {code}, see above: nothing is started")
-
-
-def _run_to_end(command: Sequence[str]) -> int:
-    """Exit code of a command. On a signal to this program it gets the time to end its server and remove its files."""
-    process: subprocess.Popen[bytes] | None = None
-    try:
-        with signals_held():  # one that comes while the process starts must not lose it
-            process = subprocess.Popen(command)
-        return process.wait()
-    except BaseException:
-        if process is not None:
-            process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(_PROBE_GRACE_SECONDS)
-        raise
-    finally:
-        if process is not None:
-            process.kill()
-            process.wait()
 
 
 def _use_backend(path: Path, backend: str | None) -> None:
@@ -201,11 +180,8 @@ def _other_model(config: LaunchConfig, settings: SpectrumKVConfig) -> str | None
         revision=last_value(flags, "--revision"),
         download_dir=last_value(flags, "--download-dir"),
     )
-    local = model.local_path()
-    if local is None:
-        return f"the model {model.path} is not on this machine yet"
     try:
-        served = fingerprint_model(local, quantization=model.quantization, dtype=record.fingerprint.dtype)
+        served = served_fingerprint(model, record.fingerprint.dtype)
     except FingerprintError as error:
         return str(error)
     differences = [*record.fingerprint.differences(served), *record.policy.differences(settings.probed_policy())]

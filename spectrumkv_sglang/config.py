@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 from pydantic import (
@@ -43,7 +44,7 @@ from spectrumkv_sglang.importance.scorers import Scorer, make_scorer, scorer_nam
 from spectrumkv_sglang.payload.layout import bytes_per_row
 from spectrumkv_sglang.profiles.errors import ProfileError
 from spectrumkv_sglang.profiles.profile import Profile, load_profile
-from spectrumkv_sglang.profiles.tier import Tier
+from spectrumkv_sglang.profiles.tier import Tier, require_high
 from spectrumkv_sglang.verification.enforcement import TierDecision, decide_tiers
 from spectrumkv_sglang.verification.fingerprint import ModelFingerprint
 from spectrumkv_sglang.verification.record import ProbedPolicy, ProbeRecord, profile_digest
@@ -192,9 +193,7 @@ class SpectrumKVConfig(BaseSettings):
     @field_validator("allowed_tiers")
     @classmethod
     def _high_is_allowed(cls, tiers: tuple[Tier, ...]) -> tuple[Tier, ...]:
-        if Tier.HIGH not in tiers:
-            raise ValueError("must contain high: sink tokens always travel in it")
-        return tiers
+        return require_high(tiers)
 
     @field_validator("profile")
     @classmethod
@@ -293,24 +292,32 @@ class SpectrumKVConfig(BaseSettings):
         )
 
 
-def load_config(path: str | Path | None = None, environ: Mapping[str, str] = os.environ) -> SpectrumKVConfig:
+def load_config(
+    path: str | Path | None = None,
+    environ: Mapping[str, str] = os.environ,
+    options: Mapping[str, tuple[str, Any]] = MappingProxyType({}),
+) -> SpectrumKVConfig:
     """Configuration from a file and the environment.
 
     Args:
         path: YAML file; None: the one that ``SPECTRUMKV_CONFIG`` names, if any.
         environ: environment variables; an empty value counts as not set, except that it clears ``control_host`` and
             ``transfer_log``.
+        options: field -> (command line option that gave it, value); they beat both.
 
     Raises:
-        ConfigError: names the file or variable, the field, the value and what is allowed.
+        ConfigError: names the file, variable or option, the field, the value and what is allowed.
     """
     path = Path(path) if path is not None else _path_from(environ)
     from_file = read_config_file(path, SpectrumKVConfig.model_fields) if path is not None else {}
     from_environ = _read_environ(environ)
+    from_options = {field: value for field, (_, value) in options.items()}
     try:
-        return SpectrumKVConfig(**{**from_file, **from_environ})
+        return SpectrumKVConfig(**{**from_file, **from_environ, **from_options})
     except ValidationError as error:
-        problems = [_describe(problem, from_environ, path) for problem in error.errors()]
+        sources = {field: f"{ENV_PREFIX}{field.upper()}" for field in sorted(from_environ)}
+        sources |= {field: option for field, (option, _) in options.items()}
+        problems = [_describe(problem, sources, path) for problem in error.errors()]
         raise ConfigError("SpectrumKV configuration: " + "; ".join(problems)) from error
 
 
@@ -349,17 +356,18 @@ def _read_environ(environ: Mapping[str, str]) -> dict[str, Any]:
     return _UndecodedEnvironment({name: value for name, value in ours.items() if value.strip() or name in clearable})()
 
 
-def _describe(problem: Any, from_environ: Mapping[str, Any], path: Path | None) -> str:
-    """One validation problem, told to an operator."""
+def _describe(problem: Any, given: Mapping[str, str], path: Path | None) -> str:
+    """One validation problem, told to an operator. ``given``: variable or option of each field not from the file."""
     message = problem["msg"].removeprefix("Value error, ")
     if not problem["loc"]:
-        sources = ([str(path)] if path else []) + [f"{ENV_PREFIX}{name.upper()}" for name in sorted(from_environ)]
+        sources = ([str(path)] if path else []) + list(given.values())
         return f"{message} (from {', '.join(sources) or 'the defaults'})"
     field = str(problem["loc"][0])
     if field == PROBE_FIELD:
         place = ".".join(str(part) for part in problem["loc"])
         return f"{path}: {place}: {message} ({_shown(problem['input'])}): run `spectrumkv probe` again, it writes this"
-    source = f"environment variable {ENV_PREFIX}{field.upper()}" if field in from_environ else f"{path}: {field}"
+    source = given.get(field, f"{path}: {field}")
+    source = f"environment variable {source}" if source.startswith(ENV_PREFIX) else source
     about = SpectrumKVConfig.model_fields[field].description
     return f"{source} = {problem['input']!r}: {message} ({field}: {about}{_allowed_range(field)})"
 

@@ -11,7 +11,6 @@ import logging
 import multiprocessing
 import os
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spectrumkv_sglang import sglang_compat as compat
@@ -148,16 +147,14 @@ def _choose_backend(server_args: Any, *args: Any, **kwargs: Any) -> None:
 
 def _refuse_unproven(config: SpectrumKVConfig, model: compat.ServedModel) -> None:
     """Stop before a model is loaded that the scheduler processes would refuse; they check again, and the dtype too."""
-    from spectrumkv_sglang.verification.fingerprint import ModelFingerprint, fingerprint_model
+    from spectrumkv_sglang.verification.served import served_fingerprint
 
     if not os.path.exists(model.path):
         return  # a hub id: SGLang downloads it later
 
-    def fingerprint() -> ModelFingerprint:
-        dtype = config.probe.fingerprint.dtype if config.probe is not None else ""
-        return fingerprint_model(Path(model.path), quantization=model.quantization, dtype=dtype)
-
-    config.decide_tiers(fingerprint).require(model.path, strict=config.strict)
+    dtype = config.probe.fingerprint.dtype if config.probe is not None else ""
+    decision = config.decide_tiers(lambda: served_fingerprint(model, dtype))
+    decision.require(model.path, strict=config.strict)
 
 
 # ---- scheduler processes -----------------------------------------------------------------------------------------

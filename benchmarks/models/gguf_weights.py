@@ -19,23 +19,14 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
+from spectrumkv_sglang.launch.model import LAYER_TENSORS
 from spectrumkv_sglang.launch.packaged_models import ModelError
 
 if TYPE_CHECKING:
     import torch
 
 _LAYER_TENSORS = {
-    "qwen2": {
-        "attn_norm": "input_layernorm",
-        "attn_q": "self_attn.q_proj",
-        "attn_k": "self_attn.k_proj",
-        "attn_v": "self_attn.v_proj",
-        "attn_output": "self_attn.o_proj",
-        "ffn_norm": "post_attention_layernorm",
-        "ffn_gate": "mlp.gate_proj",
-        "ffn_up": "mlp.up_proj",
-        "ffn_down": "mlp.down_proj",
-    },
+    "qwen2": LAYER_TENSORS,
     "gemma3": {
         "attn_norm": "input_layernorm",
         "attn_q": "self_attn.q_proj",

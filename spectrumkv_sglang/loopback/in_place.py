@@ -17,6 +17,7 @@ import torch
 from spectrumkv_sglang.config import SpectrumKVConfig
 from spectrumkv_sglang.importance.scores import SlotScores
 from spectrumkv_sglang.loopback.plan import InPlaceRecord
+from spectrumkv_sglang.payload.precision_table import PrecisionTable
 from spectrumkv_sglang.payload.tier_map import encode_tier_map
 from spectrumkv_sglang.profiles.tier import Tier
 from spectrumkv_sglang.transfer.chunk_planner import BytesSent, ChunkPlanner, PlannedChunk
@@ -42,7 +43,8 @@ class _NothingLeaves:
 class _Packed:
     """A packed sub-chunk that waits for the prompt's end."""
 
-    job: UnpackJob
+    commit: Commit
+    table: PrecisionTable
     payload: torch.Tensor
 
 
@@ -122,7 +124,7 @@ class InPlaceTransfer:
             registration = self._rooms.registration(prompt.room, 0, len(prompt.pages))
             for packed in prompt.packed:
                 self._memory.view(0, len(packed.payload)).copy_(packed.payload)
-                job = UnpackJob(packed.job.commit, prompt.room, registration, packed.job.table)
+                job = UnpackJob(packed.commit, prompt.room, registration, packed.table)
                 unpack_commit(job, self._view, self._memory, self._rooms)
         finally:
             self._rooms.retire(prompt.room)
@@ -169,4 +171,4 @@ class InPlaceTransfer:
                 checksum=checksum,
             )
             payload = self._memory.view(0, subchunk.payload_bytes).clone()
-            prompt.packed.append(_Packed(UnpackJob(commit, prompt.room, 0, planned.table), payload))
+            prompt.packed.append(_Packed(commit, planned.table, payload))

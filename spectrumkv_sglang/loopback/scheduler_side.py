@@ -34,7 +34,8 @@ from spectrumkv_sglang.loopback.plan import (
 )
 from spectrumkv_sglang.transfer.errors import GoNativeError
 from spectrumkv_sglang.transfer.pool_view import PoolView, view_pool
-from spectrumkv_sglang.verification.fingerprint import FingerprintError, fingerprint_model
+from spectrumkv_sglang.verification.fingerprint import FingerprintError
+from spectrumkv_sglang.verification.served import served_fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +89,8 @@ class LoopbackScheduler:
         self._scores, self.observer = self._observe()
         self._transfers: dict[str, InPlaceTransfer] = {}
         self._judged: _Chunk | None = None
-        self._write(ResultLine(id=SERVER_LINE, server=_describe(self._view, scheduler)))
+        if self._writer is not None:  # the other ranks need not read the model's files
+            self._write(ResultLine(id=SERVER_LINE, server=_describe(self._view, scheduler)))
 
     def before_forward(self, batch: Any) -> None:
         """A forward of SGLang's ScheduleBatch ``batch`` is about to run."""
@@ -221,10 +223,7 @@ def _describe(view: PoolView, scheduler: Any) -> ServerRecord:
     problem = ""
     try:
         served = sglang_compat.served_model(scheduler.server_args)
-        directory = served.local_path()
-        if directory is None:
-            raise FingerprintError(f"the files of {served.path} are not on this machine")
-        fingerprint = fingerprint_model(directory, quantization=served.quantization, dtype=geometry.dtype).model_dump()
+        fingerprint = served_fingerprint(served, geometry.dtype).model_dump()
     except FingerprintError as error:
         problem = str(error)
     return ServerRecord(

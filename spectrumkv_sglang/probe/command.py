@@ -6,11 +6,12 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import typer
 from rich.console import Console
 
-from spectrumkv_sglang.config import ENV_PREFIX, ConfigError, SpectrumKVConfig, load_config
+from spectrumkv_sglang.config import SpectrumKVConfig, load_config
 from spectrumkv_sglang.launch.processes import stopping_on_signals
 from spectrumkv_sglang.launch.servers import default_backend
 from spectrumkv_sglang.launch_config import check_writable, replace_file, write_launch_config
@@ -24,6 +25,7 @@ from spectrumkv_sglang.probe.plot import check_plot_format, draw
 from spectrumkv_sglang.probe.probe import run_probe
 from spectrumkv_sglang.probe.report import ConsoleProgress, print_comparison, print_result
 from spectrumkv_sglang.probe.result import encode_result, read_result
+from spectrumkv_sglang.profiles.tier import Tier
 from spectrumkv_sglang.sglang_compat import BACKEND, BACKEND_TCP
 
 
@@ -148,18 +150,13 @@ def _config(command: ProbeCommand) -> SpectrumKVConfig:
         "probe_max_dppl_pct": ("--max-dppl", command.max_dppl),
         "probe_min_top1": ("--min-top1", command.min_top1),
     }
-    variables = {f"{ENV_PREFIX}{name.upper()}": pair for name, pair in given.items() if pair[1] is not None}
-    environ = {variable: str(value) for variable, (_, value) in variables.items()}
+    options: dict[str, tuple[str, Any]] = {
+        field: (option, str(value)) for field, (option, value) in given.items() if value not in (None, "")
+    }
     if command.config is not None:
         load_config(command.config, {})  # what stands in the file must be valid even where it does not count
-        environ["SPECTRUMKV_ALLOWED_TIERS"] = "high,mid,low"
-    try:
-        return load_config(command.config, environ)
-    except ConfigError as error:  # it names variables; what was given are options
-        text = str(error)
-        for variable, (option, _) in variables.items():
-            text = text.replace(f"environment variable {variable}", option).replace(variable, option)
-        raise ConfigError(text) from error
+        options["allowed_tiers"] = ("spectrumkv probe", tuple(Tier))
+    return load_config(command.config, {}, options)
 
 
 def _backend(chosen: str | None) -> str:

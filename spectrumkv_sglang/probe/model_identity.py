@@ -6,7 +6,8 @@ from spectrumkv_sglang.loopback.plan import ServerRecord
 from spectrumkv_sglang.probe.errors import ProbeError
 from spectrumkv_sglang.probe.options import ProbeOptions
 from spectrumkv_sglang.sglang_compat import ServedModel
-from spectrumkv_sglang.verification.fingerprint import ModelFingerprint, fingerprint_model
+from spectrumkv_sglang.verification.fingerprint import ModelFingerprint
+from spectrumkv_sglang.verification.served import served_fingerprint
 
 
 def loaded_fingerprint(server: ServerRecord) -> ModelFingerprint:
@@ -19,13 +20,13 @@ def loaded_fingerprint(server: ServerRecord) -> ModelFingerprint:
 def fingerprint_on_disk(options: ProbeOptions) -> ModelFingerprint | None:
     """Of the model before it is loaded; None where it is not on this machine yet."""
     revision, folder = options.flags.get("revision"), options.flags.get("download-dir")
-    local = ServedModel(
+    model = ServedModel(
         path=options.model,
         quantization=None,
         revision=str(revision) if revision else None,
         download_dir=str(folder) if folder else None,
-    ).local_path()
-    return fingerprint_model(local, quantization=None, dtype="") if local is not None else None
+    )
+    return served_fingerprint(model, "") if model.local_path() is not None else None
 
 
 def require_unchanged(before: ModelFingerprint | None, loaded: ModelFingerprint) -> None:

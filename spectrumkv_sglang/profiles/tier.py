@@ -32,4 +32,11 @@ class Tier(enum.IntEnum):
             raise ValueError(f"unknown tier {label!r}: choose from {', '.join(tier.label for tier in cls)}") from None
 
 
+def require_high(tiers: tuple[Tier, ...]) -> tuple[Tier, ...]:
+    """``tiers`` if HIGH is among them; ``ValueError`` otherwise."""
+    if Tier.HIGH not in tiers:
+        raise ValueError("must contain high: sink tokens always travel in it")
+    return tiers
+
+
 TIER_COUNT = len(Tier)

@@ -9,7 +9,7 @@ from spectrumkv_sglang.config import SpectrumKVConfig
 from spectrumkv_sglang.observability.metrics import TransferMetrics
 from spectrumkv_sglang.observability.reasons import ProbeState
 from spectrumkv_sglang.sglang_compat import ServedModel
-from spectrumkv_sglang.verification.fingerprint import FingerprintError, ModelFingerprint, fingerprint_model
+from spectrumkv_sglang.verification.served import served_fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -26,16 +26,7 @@ def enforce_tiers(
     Raises:
         UnprovenTiersError: the server must not start.
     """
-
-    def fingerprint() -> ModelFingerprint:
-        path = model.local_path()
-        if path is None:
-            raise FingerprintError(
-                f"{model.path} is not on this machine, neither as a directory nor in the hub's cache"
-            )
-        return fingerprint_model(path, quantization=model.quantization, dtype=dtype)
-
-    decision = config.decide_tiers(fingerprint)
+    decision = config.decide_tiers(lambda: served_fingerprint(model, dtype))
     metrics.probe_state(decision.state)
     decision.require(model.path, strict=config.strict)
     enforced = (

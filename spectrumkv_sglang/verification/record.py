@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, field_validator
 
 from spectrumkv_sglang.profiles.profile import Profile
-from spectrumkv_sglang.profiles.tier import Tier
+from spectrumkv_sglang.profiles.tier import Tier, require_high
 from spectrumkv_sglang.verification.fingerprint import ModelFingerprint
 
 RECORD_FORMAT = 1
@@ -124,9 +124,7 @@ class ProbeRecord(_Strict):
     @field_validator("allowed_tiers")
     @classmethod
     def _high_is_allowed(cls, tiers: tuple[Tier, ...]) -> tuple[Tier, ...]:
-        if Tier.HIGH not in tiers:
-            raise ValueError("must contain high: sink tokens always travel in it")
-        return tiers
+        return require_high(tiers)
 
     @classmethod
     def sealed(cls, **fields: Any) -> ProbeRecord:

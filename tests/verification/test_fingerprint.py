@@ -111,7 +111,7 @@ UNCHANGED: dict[str, Callable[[Path], object]] = {
         '{\n  "model_type": "llama",\n  "hidden_size": 64}'
     ),
     "who saved the config": lambda d: (d / "config.json").write_text(
-        '{"hidden_size": 64, "model_type": "llama", "_name_or_path": "/tmp/x", "transformers_version": "5"}'
+        '{"hidden_size": 64, "model_type": "llama", "_name_or_path": "elsewhere/x", "transformers_version": "5"}'
     ),
 }
 
