@@ -146,7 +146,7 @@ def main() -> int:
     parser.add_argument("--profile", default="native-packed")
     parser.add_argument("--budget", type=float, default=1.0, help="b, wire bytes / native bytes")
     parser.add_argument("--new-tokens", type=int, default=32)
-    lengths = [600] if detect_device() is Device.CPU else [3000, 6000, 12000]
+    lengths = [600] if detect_device() is Device.CPU else [3000, 6000]
     parser.add_argument("--random-lengths", type=lambda text: [int(n) for n in text.split(",")], default=lengths)
     parser.add_argument("--vocabulary", type=int, default=30000, help="random ids are drawn from 100 to this")
     parser.add_argument("flags", nargs="*", help="further SGLang flags for all servers, after --")

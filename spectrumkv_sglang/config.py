@@ -127,13 +127,13 @@ class SpectrumKVConfig(BaseSettings):
         description="size of a landing and of a staging slot; bytes, or text such as 16MiB",
     )
     landing_slots: int = Field(
-        default=8, ge=1, le=4096, description="decode: slots that payloads land in; slots a process"
+        default=16, ge=1, le=4096, description="decode: slots that payloads land in; slots a process"
     )
     staging_slots: int = Field(
-        default=4, ge=1, le=4096, description="prefill: slots that payloads are packed in; slots"
+        default=8, ge=1, le=4096, description="prefill: slots that payloads are packed in; slots"
     )
     slots_per_chunk: int = Field(
-        default=4, ge=1, le=4096, description="landing slots that one chunk may hold at once; slots"
+        default=6, ge=1, le=4096, description="landing slots that one chunk may hold at once; slots"
     )
     open_timeout_s: float = Field(default=5.0, gt=0, le=3600, description="prefill waits this long for slots; seconds")
     slot_wait_s: float = Field(

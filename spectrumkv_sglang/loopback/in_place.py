@@ -18,11 +18,10 @@ from spectrumkv_sglang.config import SpectrumKVConfig
 from spectrumkv_sglang.importance.scores import SlotScores
 from spectrumkv_sglang.loopback.plan import InPlaceRecord
 from spectrumkv_sglang.payload.precision_table import PrecisionTable
-from spectrumkv_sglang.payload.tier_map import encode_tier_map
 from spectrumkv_sglang.profiles.tier import Tier
 from spectrumkv_sglang.transfer.chunk_planner import BytesSent, ChunkPlanner, PlannedChunk
 from spectrumkv_sglang.transfer.messages import Commit
-from spectrumkv_sglang.transfer.packing import PackJob, pack_into_slot
+from spectrumkv_sglang.transfer.packing import PackJob, pack_into_slot, pieces_of
 from spectrumkv_sglang.transfer.pool_view import PoolView
 from spectrumkv_sglang.transfer.rooms import RoomRegistry
 from spectrumkv_sglang.transfer.slot_memory import SlotMemory
@@ -143,32 +142,10 @@ class InPlaceTransfer:
         self._prompts.pop(request, None)
 
     def _pack_chunk(self, prompt: _Prompt, planned: PlannedChunk, pages: np.ndarray, first_page: int) -> None:
-        first_row = 0
-        for sequence, subchunk in enumerate(planned.plan.subchunks):
-            rows = subchunk.page_count * self._view.geometry.page_size
-            tiers = planned.plan.tiers[first_row : first_row + rows]
-            first_row += rows
-            job = PackJob(
-                room=prompt.room,
-                generation=1,
-                sequence=sequence,
-                pages=pages[subchunk.page_start : subchunk.page_start + subchunk.page_count],
-                tiers=tiers,
-                rows_per_tier=tuple(subchunk.rows_per_tier),
-                table=planned.table,
-            )
-            checksum = pack_into_slot(job, self._view, self._memory, 0)
-            commit = Commit(
-                chunk=0,
-                sequence=sequence,
-                slot=0,
-                generation=1,
-                page_start=first_page + subchunk.page_start,
-                page_count=subchunk.page_count,
-                rows_per_tier=list(subchunk.rows_per_tier),
-                tier_map=encode_tier_map(tiers, planned.table.tiers),
-                length=subchunk.payload_bytes,
-                checksum=checksum,
-            )
-            payload = self._memory.view(0, subchunk.payload_bytes).clone()
+        plan = planned.plan
+        for piece in pieces_of(pages, plan.tiers, plan.subchunks, self._view.geometry.page_size):
+            job = PackJob(prompt.room, 1, piece, planned.table)
+            checksum = pack_into_slot(job, self._view, self._memory, 0).wait()
+            commit = job.commit(chunk=0, slot=0, page_start=first_page, checksum=checksum)
+            payload = self._memory.view(0, piece.subchunk.payload_bytes).clone()
             prompt.packed.append(_Packed(commit, planned.table, payload))

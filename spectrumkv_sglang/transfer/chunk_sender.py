@@ -1,8 +1,9 @@
 """Sends one chunk of a room as a tiered payload: plan, open, pack, write, commit, wait for decode to unpack.
 
-The sub-chunks of a chunk form a pipeline: while Mooncake writes payload i, payload i + 1 is packed here and payload
-i - 1 is unpacked on decode. Two writes may be under way, so that the link does not rest between them. One worker thread
-runs it; nothing is shared between worker threads but the slot pool and the engine.
+The sub-chunks of a chunk form a pipeline: while Mooncake writes some payloads, the next ones are packed here and
+earlier ones are unpacked on decode. On a GPU the next payload is queued before the last one is waited for, so that
+neither the GPU nor the link rests while the other is at work. One worker thread runs it; nothing is shared between
+worker threads but the slot pool and the engine.
 """
 
 from __future__ import annotations
@@ -10,25 +11,20 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
 from spectrumkv_sglang.config import SpectrumKVConfig
 from spectrumkv_sglang.observability.metrics import TransferMetrics
 from spectrumkv_sglang.observability.reasons import FailureCause, Reason, Rejection, Wait
-from spectrumkv_sglang.payload.precision_table import PrecisionTable
-from spectrumkv_sglang.payload.subchunks import SubChunk
-from spectrumkv_sglang.payload.tier_map import encode_tier_map
-from spectrumkv_sglang.transfer.control_channel import ControlChannel, ControlChannels
+from spectrumkv_sglang.transfer.chunk_state import ChunkStats, ChunkTask, InFlight, Packing, Writing
+from spectrumkv_sglang.transfer.control_channel import ControlChannels
+from spectrumkv_sglang.transfer.decode_answers import failure, refusal
 from spectrumkv_sglang.transfer.errors import ChunkFailedError, ControlMessageError, GoNativeError
-from spectrumkv_sglang.transfer.handshake import Handshake
 from spectrumkv_sglang.transfer.messages import (
     MOST_GRANTED_SLOTS,
     Close,
-    Commit,
     Done,
     Failed,
     Granted,
@@ -36,69 +32,24 @@ from spectrumkv_sglang.transfer.messages import (
     Refused,
     SlotGrant,
 )
-from spectrumkv_sglang.transfer.mooncake_writes import MooncakeWrites, PendingWrite
-from spectrumkv_sglang.transfer.packing import PackJob, pack_into_slot
+from spectrumkv_sglang.transfer.mooncake_writes import MooncakeWrites
+from spectrumkv_sglang.transfer.packing import PackJob, Piece, pack_into_slot, pieces_of
 from spectrumkv_sglang.transfer.pool_view import PoolView
 from spectrumkv_sglang.transfer.slot_memory import SlotMemory
 from spectrumkv_sglang.transfer.slot_pool import Slot, SlotPool
 
 logger = logging.getLogger(__name__)
 
-_MOST_WRITES = 2
+_MOST_WRITES = 3
 """Writes of one chunk that are under way at once."""
 
 
-@dataclass(frozen=True)
-class ChunkTask:
-    """One chunk to send. ``pages`` are prefill's own page ids; the destination is a page range of the room."""
+def packs_ahead(device: torch.device) -> int:
+    """Payloads that are queued for packing before the one in front of them is waited for.
 
-    room: int
-    session: str
-    peer: Handshake
-    pages: np.ndarray
-    page_start: int
-    tiers: np.ndarray
-    table: PrecisionTable
-    subchunks: list[SubChunk]
-    room_is_live: Callable[[], bool]
-
-
-@dataclass
-class ChunkStats:
-    """What sending one chunk took; seconds are sums over the sub-chunks, which overlap."""
-
-    wire_bytes: int = 0
-    writes: int = 0
-    pack_seconds: float = 0.0
-    write_seconds: float = 0.0
-    wait_seconds: float = 0.0
-
-
-@dataclass
-class _Written:
-    """A packed sub-chunk whose write has been submitted."""
-
-    subchunk: SubChunk
-    sequence: int
-    staging: Slot
-    remote: SlotGrant
-    checksum: int
-    tier_map: bytes
-    write: PendingWrite
-
-
-@dataclass
-class _InFlight:
-    """Everything of one chunk that must be released whatever happens."""
-
-    chunk: int
-    channel: ControlChannel
-    remote: deque[SlotGrant] = field(default_factory=deque)
-    addresses: dict[int, int] = field(default_factory=dict)  # of every granted landing slot
-    packed: Slot | None = None  # staging slot that no write uses yet
-    writing: deque[_Written] = field(default_factory=deque)  # oldest first
-    failed_remote: list[int] = field(default_factory=list)
-    unanswered: int = 0
+    On a CPU packing is done when the call returns: holding a payload back would gain nothing.
+    """
+    return 1 if device.type == "cuda" else 0
 
 
 class ChunkSender:
@@ -123,6 +74,7 @@ class ChunkSender:
     ) -> None:
         self._view, self._config, self._memory, self._staging = view, config, memory, staging
         self._writes, self._channels, self._metrics = writes, channels, metrics
+        self._packs_ahead = packs_ahead(view.device)
 
     def send(self, task: ChunkTask) -> ChunkStats:
         """Send ``task``; returns after decode has unpacked all of it.
@@ -133,7 +85,7 @@ class ChunkSender:
         """
         channel = self._channels.get(task.peer.control_endpoint)
         stats = ChunkStats()
-        flight = _InFlight(random.getrandbits(63), channel)
+        flight = InFlight(random.getrandbits(63), channel)
         frame_bytes = channel.frame_bytes
         clean = False
         try:
@@ -155,7 +107,7 @@ class ChunkSender:
 
     # ---- steps ---------------------------------------------------------------------------------------------------
 
-    def _open(self, task: ChunkTask, flight: _InFlight, stats: ChunkStats) -> None:
+    def _open(self, task: ChunkTask, flight: InFlight, stats: ChunkStats) -> None:
         wanted = min(len(task.subchunks), self._config.slots_per_chunk, task.peer.landing_slots, MOST_GRANTED_SLOTS)
         flight.channel.send(
             Open(
@@ -188,73 +140,64 @@ class ChunkSender:
             flight.addresses.update({grant.slot: grant.address for grant in answer.slots})
             return
         if isinstance(answer, Refused):
-            raise _refusal(answer)
+            raise refusal(answer)
         if answer is None:
             text = f"decode at {task.peer.control_endpoint} did not answer OPEN within {timeout} s"
             raise GoNativeError(Reason.OPEN_TIMEOUT, text)
         raise GoNativeError(Reason.CONTROL_ERROR, f"decode answered OPEN with {type(answer).__name__}")
 
-    def _run(self, task: ChunkTask, flight: _InFlight, stats: ChunkStats) -> None:
-        first_row = 0
-        for sequence, subchunk in enumerate(task.subchunks):
+    def _run(self, task: ChunkTask, flight: InFlight, stats: ChunkStats) -> None:
+        for piece in pieces_of(task.pages, task.tiers, task.subchunks, self._view.geometry.page_size):
             if not task.room_is_live():
                 raise ChunkFailedError(FailureCause.ROOM_GONE, f"room {task.room} was aborted on prefill")
             self._commit_ended_writes(task, flight, stats)
             remote = self._next_remote_slot(task, flight, stats)
             staging = self._lend_staging(task, flight, stats)
-            rows = subchunk.page_count * self._view.geometry.page_size
-            tiers = task.tiers[first_row : first_row + rows]
-            first_row += rows
-            checksum = self._pack(task, subchunk, sequence, tiers, staging, remote, stats)
-            self._commit_ended_writes(task, flight, stats)
-            while len(flight.writing) >= _MOST_WRITES:
-                self._commit(task, flight, stats)
-            write = self._writes.submit(
-                task.session, self._memory.address(staging.index), remote.address, subchunk.payload_bytes
-            )
-            stats.writes += 1
-            stats.wire_bytes += subchunk.payload_bytes
-            tier_map = encode_tier_map(tiers, task.table.tiers)
-            flight.writing.append(_Written(subchunk, sequence, staging, remote, checksum, tier_map, write))
-            flight.packed = None
+            self._queue_pack(task, piece, staging, remote, flight)
+            while len(flight.packing) > self._packs_ahead:
+                self._write(task, flight, stats)
+        while flight.packing:
+            self._write(task, flight, stats)
         while flight.writing:
             self._commit(task, flight, stats)
         while flight.unanswered:
             self._take_answer(flight, stats)
 
-    def _pack(
-        self,
-        task: ChunkTask,
-        subchunk: SubChunk,
-        sequence: int,
-        tiers: np.ndarray,
-        staging: Slot,
-        remote: SlotGrant,
-        stats: ChunkStats,
-    ) -> int:
-        """Fill ``staging`` with the sub-chunk's payload; returns its checksum."""
+    def _queue_pack(self, task: ChunkTask, piece: Piece, staging: Slot, remote: SlotGrant, flight: InFlight) -> None:
+        """Begin to fill ``staging`` with the payload of a sub-chunk that is meant for ``remote``."""
         started = time.perf_counter()
-        job = PackJob(
-            room=task.room,
-            generation=remote.generation,
-            sequence=sequence,
-            pages=task.pages[subchunk.page_start : subchunk.page_start + subchunk.page_count],
-            tiers=tiers,
-            rows_per_tier=tuple(subchunk.rows_per_tier),
-            table=task.table,
-        )
-        checksum = pack_into_slot(job, self._view, self._memory, staging.index)
-        seconds = time.perf_counter() - started
+        job = PackJob(task.room, remote.generation, piece, task.table)
+        try:
+            checksum = pack_into_slot(job, self._view, self._memory, staging.index)
+        except BaseException:
+            self._staging.give_back(staging)
+            raise
+        flight.packing.append(Packing(job, staging, remote, checksum, started))
+
+    def _write(self, task: ChunkTask, flight: InFlight, stats: ChunkStats) -> None:
+        """Submit the write of the payload that was queued for packing first, once it is packed."""
+        packing = flight.packing[0]
+        checksum = packing.checksum.wait()
+        seconds = time.perf_counter() - packing.started
         stats.pack_seconds += seconds
         self._metrics.pack(seconds)
-        return checksum
+        self._commit_ended_writes(task, flight, stats)
+        while len(flight.writing) >= _MOST_WRITES:
+            self._commit(task, flight, stats)
+        length = packing.job.piece.subchunk.payload_bytes
+        source = self._memory.address(packing.staging.index)
+        write = self._writes.submit(task.session, source, packing.remote.address, length)
+        flight.packing.popleft()
+        flight.writing.append(Writing(packing.job, packing.staging, packing.remote, checksum, write))
+        stats.writes += 1
+        stats.wire_bytes += length
 
-    def _commit_ended_writes(self, task: ChunkTask, flight: _InFlight, stats: ChunkStats) -> None:
+    def _commit_ended_writes(self, task: ChunkTask, flight: InFlight, stats: ChunkStats) -> None:
         """Tell decode of every payload that is complete by now, so that unpacking does not wait for the next pack."""
         while flight.writing and self._commit(task, flight, stats, wait=False):
             pass
 
-    def _commit(self, task: ChunkTask, flight: _InFlight, stats: ChunkStats, *, wait: bool = True) -> bool:
+    def _commit(self, task: ChunkTask, flight: InFlight, stats: ChunkStats, *, wait: bool = True) -> bool:
         """Tell decode that the payload of the oldest write is complete; False: it is not, and was not waited for."""
         written = flight.writing[0]
         seconds = self._end_of_write(flight, wait=wait)
@@ -263,23 +206,14 @@ class ChunkSender:
         stats.write_seconds += seconds
         self._metrics.write(seconds)
         flight.channel.send(
-            Commit(
-                chunk=flight.chunk,
-                sequence=written.sequence,
-                slot=written.remote.slot,
-                generation=written.remote.generation,
-                page_start=task.page_start + written.subchunk.page_start,
-                page_count=written.subchunk.page_count,
-                rows_per_tier=list(written.subchunk.rows_per_tier),
-                tier_map=written.tier_map,
-                length=written.subchunk.payload_bytes,
-                checksum=written.checksum,
+            written.job.commit(
+                chunk=flight.chunk, slot=written.remote.slot, page_start=task.page_start, checksum=written.checksum
             )
         )
         flight.unanswered += 1
         return True
 
-    def _end_of_write(self, flight: _InFlight, *, wait: bool) -> float | None:
+    def _end_of_write(self, flight: InFlight, *, wait: bool) -> float | None:
         """Seconds that the oldest write took, its staging slot given back; None: it goes on and was not waited for."""
         written = flight.writing[0]
         try:
@@ -295,19 +229,27 @@ class ChunkSender:
             self._staging.give_back(written.staging)
         return seconds
 
-    def _next_remote_slot(self, task: ChunkTask, flight: _InFlight, stats: ChunkStats) -> SlotGrant:
+    def _next_remote_slot(self, task: ChunkTask, flight: InFlight, stats: ChunkStats) -> SlotGrant:
         while not flight.remote:
             if flight.unanswered:
                 self._take_answer(flight, stats)
-            else:  # all granted slots are being written: none comes back before its payload is committed
-                self._commit(task, flight, stats)
+            else:  # none comes back before its payload is written and committed
+                self._move_on(task, flight, stats)
         return flight.remote.popleft()
 
-    def _lend_staging(self, task: ChunkTask, flight: _InFlight, stats: ChunkStats) -> Slot:
+    def _move_on(self, task: ChunkTask, flight: InFlight, stats: ChunkStats) -> None:
+        """Take the oldest payload one step further."""
+        if flight.writing:
+            self._commit(task, flight, stats)
+        else:
+            self._write(task, flight, stats)
+
+    def _lend_staging(self, task: ChunkTask, flight: InFlight, stats: ChunkStats) -> Slot:
         lent = self._staging.lend(1)
         # A worker that waits for a slot must hold none, or all of them wait for each other.
-        while not lent and flight.writing:
-            self._commit(task, flight, stats)
+        while not lent and (flight.packing or flight.writing):
+            self._move_on(task, flight, stats)
+            lent = self._staging.lend(1)
         started = time.perf_counter()
         if not lent:
             # Nobody gives back a slot that rests after a failed write: then native transfer is sooner than waiting.
@@ -319,10 +261,9 @@ class ChunkSender:
         self._metrics.wait(Wait.SLOT, waited)
         if not lent:
             raise GoNativeError(Reason.POOL_EXHAUSTED, "no staging slot became free on prefill: raise staging_slots")
-        flight.packed = lent[0]
         return lent[0]
 
-    def _take_answer(self, flight: _InFlight, stats: ChunkStats) -> None:
+    def _take_answer(self, flight: InFlight, stats: ChunkStats) -> None:
         started = time.perf_counter()
         try:
             answer = flight.channel.receive(flight.chunk, self._config.unpack_timeout_s)
@@ -337,7 +278,7 @@ class ChunkSender:
             return
         if isinstance(answer, Failed):
             flight.unanswered -= 1
-            raise _failure(answer, self._metrics)
+            raise failure(answer, self._metrics)
         if answer is None:
             raise ChunkFailedError(
                 FailureCause.COMMIT_TIMEOUT, f"decode did not answer COMMIT within {self._config.unpack_timeout_s} s"
@@ -346,7 +287,7 @@ class ChunkSender:
 
     # ---- endings -------------------------------------------------------------------------------------------------
 
-    def _let_unpacks_end(self, flight: _InFlight) -> None:
+    def _let_unpacks_end(self, flight: InFlight) -> None:
         """Before the chunk goes native: no earlier sub-chunk may be unpacked over what the native path writes."""
         deadline = time.monotonic() + self._config.unpack_timeout_s
         while flight.unanswered:
@@ -354,8 +295,8 @@ class ChunkSender:
                 answer = flight.channel.receive(flight.chunk, max(0.0, deadline - time.monotonic()))
             except ControlMessageError as error:
                 raise ChunkFailedError(FailureCause.BAD_MESSAGE, f"decode's answer is unreadable: {error}") from error
-            if isinstance(answer, Failed) and isinstance(failure := _failure(answer, self._metrics), ChunkFailedError):
-                raise failure
+            if isinstance(answer, Failed) and isinstance(cause := failure(answer, self._metrics), ChunkFailedError):
+                raise cause
             if answer is None:
                 raise ChunkFailedError(
                     FailureCause.COMMIT_TIMEOUT,
@@ -363,10 +304,12 @@ class ChunkSender:
                 )
             flight.unanswered -= 1
 
-    def _finish(self, flight: _InFlight) -> None:
+    def _finish(self, flight: InFlight) -> None:
         """Release every slot of the chunk on both sides."""
-        if flight.packed is not None:
-            self._staging.give_back(flight.packed)
+        while flight.packing:
+            packing = flight.packing.popleft()
+            packing.checksum.wait()  # until then the GPU may write to the slot
+            self._staging.give_back(packing.staging)
         while flight.writing:
             try:
                 self._end_of_write(flight, wait=True)
@@ -376,22 +319,3 @@ class ChunkSender:
             flight.channel.send(Close(chunk=flight.chunk, failed_slots=flight.failed_remote))
         except ChunkFailedError as error:
             logger.warning("landing slots return only when their lease ends: %s", error)
-
-
-def _refusal(answer: Refused) -> GoNativeError | ChunkFailedError:
-    """What a refused OPEN means: a cause that ends the room, or a reason to go native."""
-    if answer.code in {cause.value for cause in FailureCause}:
-        return ChunkFailedError(FailureCause(answer.code), answer.message)
-    reasons = {reason.value for reason in Reason}
-    reason = Reason(answer.code) if answer.code in reasons else Reason.CONTROL_ERROR
-    return GoNativeError(reason, f"decode refused the chunk: {answer.message}")
-
-
-def _failure(answer: Failed, metrics: TransferMetrics) -> GoNativeError | ChunkFailedError:
-    """What a refused COMMIT means. A payload that arrived broken is sent again natively while its room lives."""
-    causes = {cause.value for cause in FailureCause}
-    cause = FailureCause(answer.code) if answer.code in causes else FailureCause.BAD_MESSAGE
-    if cause in (FailureCause.ROOM_GONE, FailureCause.PAGE_RANGE):
-        return ChunkFailedError(cause, answer.message)
-    metrics.failure(cause)
-    return GoNativeError(Reason.PAYLOAD_REJECTED, f"decode refused a payload ({cause.value}): {answer.message}")

@@ -160,7 +160,8 @@ class LandingServer:
         wake = self._context.socket(zmq.PAIR)
         wake.connect("inproc://unpacked")
         device = self._view.device
-        stream = torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
+        # Of high priority: unpacking is short, and a request's first token waits for it.
+        stream = torch.cuda.stream(torch.cuda.Stream(device, priority=-1)) if device.type == "cuda" else nullcontext()
         with stream:
             while (item := self._jobs.get()) is not None:
                 self._results.put(self._unpack(*item))

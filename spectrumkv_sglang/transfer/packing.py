@@ -2,54 +2,111 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from spectrumkv_sglang.payload.codec import pack_with_checksum
+from spectrumkv_sglang.payload.exchange import Pending
 from spectrumkv_sglang.payload.layout import plan_layout
 from spectrumkv_sglang.payload.precision_table import PrecisionTable
 from spectrumkv_sglang.payload.prologue import Prologue
+from spectrumkv_sglang.payload.subchunks import SubChunk
+from spectrumkv_sglang.payload.tier_map import encode_tier_map
+from spectrumkv_sglang.transfer.messages import Commit
 from spectrumkv_sglang.transfer.pool_view import PoolView
 from spectrumkv_sglang.transfer.slot_memory import SlotMemory
 from spectrumkv_sglang.transfer.unpacking import pool_slots_of_pages
 
 
+class Piece(NamedTuple):
+    """One sub-chunk of a planned chunk.
+
+    Attributes:
+        sequence: its number in the chunk.
+        subchunk: its place in the chunk and its size.
+        pages: whole pages of our own pool.
+        tiers: uint8 [pages * page size].
+    """
+
+    sequence: int
+    subchunk: SubChunk
+    pages: np.ndarray
+    tiers: np.ndarray
+
+
+def pieces_of(pages: np.ndarray, tiers: np.ndarray, subchunks: Iterable[SubChunk], page_size: int) -> Iterator[Piece]:
+    """The sub-chunks of a chunk in order, each with its own pages and tiers."""
+    for sequence, subchunk in enumerate(subchunks):
+        first, end = subchunk.page_start, subchunk.page_start + subchunk.page_count
+        yield Piece(sequence, subchunk, pages[first:end], tiers[first * page_size : end * page_size])
+
+
 @dataclass(frozen=True)
 class PackJob:
-    """One sub-chunk to pack: whole ``pages`` of our own pool, with uint8 ``tiers`` [pages * page size].
-
-    ``generation`` is that of the landing slot that the payload is meant for, ``sequence`` the sub-chunk's number.
-    """
+    """One sub-chunk to pack; ``generation`` is that of the landing slot that the payload is meant for."""
 
     room: int
     generation: int
-    sequence: int
-    pages: np.ndarray
-    tiers: np.ndarray
-    rows_per_tier: tuple[int, ...]
+    piece: Piece
     table: PrecisionTable
 
+    def commit(self, *, chunk: int, slot: int, page_start: int, checksum: int) -> Commit:
+        """What tells decode of the packed payload.
 
-def pack_into_slot(job: PackJob, view: PoolView, memory: SlotMemory, slot: int) -> int:
-    """Fill ``slot`` with the payload of ``job``; returns its checksum once the bytes are in the slot.
+        Args:
+            chunk: id of the chunk in the control protocol.
+            slot: landing slot that the payload was written to.
+            page_start: first page of the chunk, counted in the room.
+            checksum: of the payload.
+        """
+        piece = self.piece
+        return Commit(
+            chunk=chunk,
+            sequence=piece.sequence,
+            slot=slot,
+            generation=self.generation,
+            page_start=page_start + piece.subchunk.page_start,
+            page_count=piece.subchunk.page_count,
+            rows_per_tier=list(piece.subchunk.rows_per_tier),
+            tier_map=encode_tier_map(piece.tiers, self.table.tiers),
+            length=piece.subchunk.payload_bytes,
+            checksum=checksum,
+        )
+
+
+def pack_into_slot(job: PackJob, view: PoolView, memory: SlotMemory, slot: int) -> Pending[int]:
+    """Fill ``slot`` with the payload of ``job``.
+
+    On CUDA the work is queued on the current stream, and a thread's jobs are done one after the other. ``slot`` must
+    not be lent to anybody else before the result has been waited for.
+
+    Returns:
+        The payload's checksum, once its bytes are in the slot.
 
     Raises:
         PayloadError: the job's parts do not fit each other or the slot.
     """
-    geometry = view.geometry
-    layout = plan_layout(geometry, job.table, job.rows_per_tier)
+    geometry, piece = view.geometry, job.piece
+    layout = plan_layout(geometry, job.table, piece.subchunk.rows_per_tier)
     prologue = Prologue(
         room=job.room,
         generation=job.generation,
-        sequence=job.sequence,
-        rows_per_tier=job.rows_per_tier,
+        sequence=piece.sequence,
+        rows_per_tier=layout.rows_per_tier,
         total_bytes=layout.total_bytes,
         geometry_digest=geometry.digest(),
         table_digest=job.table.digest(),
     )
     out = memory.work_area(slot, layout.total_bytes)
-    slots = pool_slots_of_pages(job.pages, geometry.page_size)
-    checksum = pack_with_checksum(view.buffers, slots, job.tiers, layout, out, prologue)
-    memory.flush_to_slot(slot, layout.total_bytes)
-    return checksum.wait()
+    slots = pool_slots_of_pages(piece.pages, geometry.page_size)
+    checksum = pack_with_checksum(view.buffers, slots, piece.tiers, layout, out, prologue)
+    in_slot = memory.flush_to_slot(slot, layout.total_bytes)
+
+    def finish() -> int:
+        in_slot.wait()
+        return checksum.wait()
+
+    return Pending(finish)

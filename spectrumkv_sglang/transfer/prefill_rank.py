@@ -26,7 +26,8 @@ from spectrumkv_sglang.observability.transfer_log import ChunkRecord, TokensByTi
 from spectrumkv_sglang.payload.errors import PayloadError
 from spectrumkv_sglang.profiles.tier import Tier
 from spectrumkv_sglang.transfer.chunk_planner import BytesSent, ChunkPlanner, PlannedChunk
-from spectrumkv_sglang.transfer.chunk_sender import ChunkSender, ChunkTask
+from spectrumkv_sglang.transfer.chunk_sender import ChunkSender
+from spectrumkv_sglang.transfer.chunk_state import ChunkTask
 from spectrumkv_sglang.transfer.control_channel import ControlChannels
 from spectrumkv_sglang.transfer.errors import ChunkFailedError, ControlMessageError, GoNativeError
 from spectrumkv_sglang.transfer.handshake import Handshake
@@ -271,13 +272,17 @@ class PrefillRank:
         return sender
 
     def _device_stream(self, view: PoolView, chunk: OutgoingChunk) -> AbstractContextManager[Any]:
-        """This thread's own CUDA stream, made to wait for the forward that writes the chunk's pages."""
+        """This thread's own CUDA stream, made to wait for the forward that writes the chunk's pages.
+
+        Of high priority: packing takes well under a millisecond of the GPU, and would otherwise queue behind the
+        kernels of the next chunk's forward while the link rests.
+        """
         if view.device.type != "cuda":
             return nullcontext()
         stream = getattr(self._per_thread, "stream", None)
         if stream is None:
             torch.cuda.set_device(view.device)
-            stream = self._per_thread.stream = torch.cuda.Stream(view.device)
+            stream = self._per_thread.stream = torch.cuda.Stream(view.device, priority=-1)
         for event in chunk.forward_done:
             stream.wait_event(event)
         return torch.cuda.stream(stream)

@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 
 from spectrumkv_sglang.errors import SpectrumKVError
+from spectrumkv_sglang.payload.exchange import Pending
 
 
 class RegistrationError(SpectrumKVError):
@@ -92,17 +93,19 @@ class SlotMemory:
             self._per_thread.scratch = scratch
         return scratch[:length]
 
-    def flush_to_slot(self, index: int, length: int) -> None:
-        """Make what was packed in the work area visible in the slot; returns when the bytes are there.
+    def flush_to_slot(self, index: int, length: int) -> Pending[None]:
+        """Make what is packed in the work area visible in the slot, in the current stream's order.
 
-        The thread sleeps meanwhile: a stream's own synchronisation would spin on a core.
+        Waiting for the result is waiting for the bytes. The thread sleeps meanwhile: a stream's own synchronisation
+        would spin on a core.
         """
         if self.placement is Placement.pinned:
             self.view(index, length).copy_(self.work_area(index, length), non_blocking=True)
-        if self.pool_device.type == "cuda":
-            done = torch.cuda.Event(blocking=True)
-            done.record(torch.cuda.current_stream(self.pool_device))
-            done.synchronize()
+        if self.pool_device.type != "cuda":
+            return Pending(lambda: None)
+        done = torch.cuda.Event(blocking=True)
+        done.record(torch.cuda.current_stream(self.pool_device))
+        return Pending(done.synchronize)
 
     def load_from_slot(self, index: int, length: int) -> torch.Tensor:
         """The slot's bytes where unpack kernels can read them."""

@@ -86,7 +86,7 @@ def test_metrics_on_both_servers(cluster: PairCluster) -> None:
         assert _sum(on_prefill, "spectrumkv:tokens_total", f'tier="{tier}"') == tokens
     assert _sum(on_prefill, "spectrumkv:mooncake_writes_total") == sent.writes
     assert _sum(on_decode, "spectrumkv:unpack_seconds_count") == sent.writes
-    assert _sum(on_decode, "spectrumkv:landing_slots", 'state="free"') == 8
+    assert _sum(on_decode, "spectrumkv:landing_slots", 'state="free"') == 16
     assert _sum(on_prefill, "spectrumkv:failures_total") == 0
     # SGLang's own metrics, of its HTTP process too, are still there.
     assert _sum(on_prefill, "sglang:e2e_request_latency_seconds_count") > 0

@@ -16,12 +16,14 @@ from conftest import MakePrefill, MakeRank, MakeRaw
 from decode_peer import DecodePeer, eventually
 from prefill_side import Outcome, idle, next_room
 
+from spectrumkv_sglang.config import SpectrumKVConfig
 from spectrumkv_sglang.transfer.messages import Close, Done, Failed, encode
 
 pytestmark = pytest.mark.timeout(150)
 
 SMALL_SLOT = 64 * 1024
-ALL_SLOTS = 8
+ALL_SLOTS = SpectrumKVConfig().landing_slots
+ALL_STAGING_SLOTS = SpectrumKVConfig().staging_slots
 
 
 def test_a_stopped_peer_costs_no_more_than_the_open_timeout(
@@ -48,22 +50,23 @@ def test_writes_that_do_not_end_rest_their_slots_on_both_sides(
     """The engine goes on with the writes when the peer wakes up, long after they were given up."""
     rank = make_rank(slot_bytes=SMALL_SLOT, quarantine_s=1.5)
     source = make_prefill(slot_bytes=SMALL_SLOT, write_timeout_s=0.5, quarantine_s=1.5)
-    pages = source.some_pages(60)
+    pages = source.some_pages(100)
     rank.open_room(1, len(pages))
-    source.engine.on_written = lambda number: peer.stop()  # the second and third write, under way at once, find nobody
+    source.engine.on_written = lambda number: peer.stop()  # the last writes, under way at once, find nobody
     try:
         outcome = source.send(rank, 1, pages)
-        assert source.staging()["quarantined"] == 2
+        unended = source.staging()["quarantined"]
     finally:
         peer.resume()
+    assert unended >= 2
     assert (outcome.code, outcome.peer_suspect, outcome.went_native) == (-1, True, False)
-    assert outcome.failures == {"write_timeout": 2}
+    assert outcome.failures == {"write_timeout": unended}
     assert 0.5 <= outcome.seconds < 5
-    wanted = {"in_use": 0, "quarantined": 2}
+    wanted = {"in_use": 0, "quarantined": unended}
     assert eventually(lambda: {name: rank.state()[name] for name in wanted}, wanted, 1.4) == wanted
     source.engine.on_written = lambda number: None
     next_room(rank, source)
-    assert eventually(lambda: source.staging()["free"], 4) == 4
+    assert eventually(lambda: source.staging()["free"], ALL_STAGING_SLOTS) == ALL_STAGING_SLOTS
     assert idle(rank)
 
 
@@ -147,17 +150,17 @@ def test_a_peer_killed_mid_write_is_suspect_and_its_successor_works(
     outcome = source.send(rank, 1, pages)
     source.engine.on_submitted = lambda number: None
     assert (outcome.code, outcome.peer_suspect, outcome.went_native) == (-1, True, False)
-    assert outcome.failures == {"write_failed": 1}
     assert outcome.seconds < 15
     staging = source.staging()
     assert staging["in_use"] == 0
-    assert staging["quarantined"] == 1
+    assert staging["quarantined"] >= 1  # of the writes that were under way at once
+    assert outcome.failures == {"write_failed": staging["quarantined"]}
 
     # The dead peer's rooms fail fast or go native; rooms of other peers are as before.
     again = source.send(rank, 2, pages[:10], peer=rank.handshake)
     assert again.went_native
     next_room(make_rank(), source)
-    assert eventually(lambda: source.staging()["free"], 4) == 4
+    assert eventually(lambda: source.staging()["free"], ALL_STAGING_SLOTS) == ALL_STAGING_SLOTS
 
 
 def test_a_new_decode_process_takes_over(make_rank: MakeRank, make_prefill: MakePrefill, doomed: DecodePeer) -> None:

@@ -325,7 +325,7 @@ def test_answers_that_cannot_be_read_or_were_not_asked_for(make_prefill: MakePre
         assert (outcome.code, outcome.went_native, outcome.reason) == (0, True, "control_error")
     thread.join(10)
     context.destroy(linger=0)
-    assert source.staging()["free"] == 4
+    assert source.staging()["in_use"] == 0
     next_room(rank, source)
 
 

@@ -13,6 +13,7 @@ from decode_peer import GEOMETRY, PeerRank, eventually
 from prefill_side import Outcome, PrefillSide, assert_arrived
 
 from spectrumkv_sglang.payload.geometry import KVGeometry
+from spectrumkv_sglang.transfer import chunk_sender
 from spectrumkv_sglang.transfer.messages import Close, Done, encode
 
 pytestmark = pytest.mark.timeout(150)
@@ -40,6 +41,29 @@ def test_native_packed_is_bit_exact_with_more_subchunks_than_slots(
     assert outcome.record["subchunks"] > slots_per_chunk
     # Scattered pages on both sides, and still one write a sub-chunk.
     assert outcome.record["writes"] == len(source.engine.writes) == outcome.record["subchunks"]
+
+
+@pytest.mark.parametrize(("slots_per_chunk", "staging_slots"), [(1, 8), (2, 2), (6, 1), (6, 8)])
+def test_payloads_that_are_queued_before_the_last_one_is_packed(
+    make_rank: MakeRank,
+    make_prefill: MakePrefill,
+    monkeypatch: pytest.MonkeyPatch,
+    slots_per_chunk: int,
+    staging_slots: int,
+) -> None:
+    """The order of a GPU, with fewer slots than the pipeline would like, too."""
+    monkeypatch.setattr(chunk_sender, "packs_ahead", lambda device: 1)
+    rank = make_rank(slot_bytes=SMALL_SLOT)
+    source = make_prefill(slot_bytes=SMALL_SLOT, slots_per_chunk=slots_per_chunk, staging_slots=staging_slots)
+    pages = source.some_pages(320)
+    room_pages = rank.open_room(1, len(pages))
+
+    outcome = source.send(rank, 1, pages)
+
+    assert (outcome.code, outcome.went_native, outcome.failures) == (0, False, {})
+    assert_arrived(source, pages, rank, room_pages)
+    assert rank.is_untouched(but=room_pages)
+    assert source.staging() == {"free": staging_slots, "in_use": 0, "quarantined": 0}
 
 
 @pytest.mark.parametrize("geometry", [GEOMETRY, PAGED_BFLOAT16], ids=["page1-float32", "page16-bfloat16"])
