@@ -150,6 +150,9 @@ class SpectrumKVConfig(BaseSettings):
         default=120.0, gt=0, le=86400, description="decode takes back slots that prefill left; seconds"
     )
     control_host: OptionalText = Field(default=None, description="address that decode's control channel binds to; host")
+    tune_tcp: bool = Field(
+        default=True, description="over TCP, set Mooncake's variables that are not set; `spectrumkv doctor` lists them"
+    )
     transfer_log: OptionalPath = Field(default=None, description="file that gets one JSON line a chunk; path")
     seed: int = Field(default=0, ge=0, le=2**63 - 1, description="of the random scorer")
     strict: bool = Field(

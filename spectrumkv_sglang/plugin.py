@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from spectrumkv_sglang import sglang_compat as compat
 from spectrumkv_sglang.errors import SpectrumKVError
+from spectrumkv_sglang.transport_tuning import tune_tcp
 
 if TYPE_CHECKING:
     from spectrumkv_sglang.config import SpectrumKVConfig
@@ -141,6 +142,9 @@ def _choose_backend(server_args: Any, *args: Any, **kwargs: Any) -> None:
     if config.enabled:
         _refuse_unproven(config, compat.served_model(server_args))
     os.environ[compat.ACTIVE_VARIABLE] = chosen
+    if config.tune_tcp and chosen == compat.BACKEND_TCP:
+        changed = tune_tcp(os.environ)
+        logger.info("Mooncake over TCP: %s", ", ".join(changed) if changed else "its variables are set already")
     what = f"with tiered KV ({config.profile})" if config.enabled else "tiered KV switched off"
     logger.info("disaggregation transfer backend %s -> mooncake, %s", chosen, what)
 

@@ -50,6 +50,7 @@ def state() -> dict[str, object]:
         "active": os.environ.get("SPECTRUMKV_ACTIVE"),
         "config": os.environ.get("SPECTRUMKV_CONFIG"),
         "force_tcp": os.environ.get("MC_FORCE_TCP"),
+        "tcp_slice": os.environ.get("MC_TCP_SLICE_SIZE"),
         "strict": os.environ.get("SPECTRUMKV_STRICT"),
         "mooncake_conn_imported": "sglang.srt.disaggregation.mooncake.conn" in sys.modules,
         "prometheus_imported": "prometheus_client" in sys.modules,

@@ -46,6 +46,7 @@ def test_defaults() -> None:
         "quarantine_s": 90.0,
         "lease_s": 120.0,
         "control_host": None,
+        "tune_tcp": True,
         "transfer_log": None,
         "seed": 0,
         "strict": False,

@@ -19,13 +19,14 @@ from spectrumkv_sglang.doctor.findings import Finding, Report, Section, Severity
 from spectrumkv_sglang.doctor.isolated import run_python
 from spectrumkv_sglang.doctor.model import check_model, geometry_of, judge_model
 from spectrumkv_sglang.doctor.settings import check_settings
-from spectrumkv_sglang.doctor.transport import TCP_TUNING, check_transport
+from spectrumkv_sglang.doctor.transport import check_transport
 from spectrumkv_sglang.doctor.versions import check_versions
 from spectrumkv_sglang.observability.reasons import Reason
+from spectrumkv_sglang.transport_tuning import TCP_TUNING, tune_tcp
 
 ROOT = Path(__file__).parents[1]
 SITE_PACKAGES = Path(sysconfig.get_path("purelib"))
-TUNED = {name: value for name, value, _ in TCP_TUNING}
+TUNED = {variable.name: variable.value for variable in TCP_TUNING}
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -211,10 +212,27 @@ def test_forced_tcp_beats_rdma(tmp_path: Path) -> None:
     assert named(section, "mooncake tcp").severity is Severity.OK
 
 
-def test_unset_tuning_variables_come_as_one_line_to_paste(tmp_path: Path) -> None:
+def test_tuning_variables_that_nobody_set_are_listed_with_who_sets_them(tmp_path: Path) -> None:
     section = check_transport({"MC_TCP_LANES_PER_PEER": "16"}, tmp_path)
-    exports = named(section, "mooncake tcp").remedy.split()
-    assert exports == ["export", *(f"{name}={value}" for name, value, _ in TCP_TUNING if "LANES" not in name)]
+    ours = named(section, "mooncake tcp").detail
+    exports = named(section, "mooncake tcp timeouts").remedy.split()
+    assert "MC_TCP_SLICE_SIZE=1048576" in ours
+    assert "LANES" not in ours
+    assert exports == ["export", "MC_TRANSFER_TIMEOUT=10", "MC_TCP_PROGRESS_TIMEOUT_SEC=10"]
+
+
+def test_tuning_sets_what_nobody_has_set_and_no_timeouts() -> None:
+    environ = {"MC_TCP_LANES_PER_PEER": "2", "MC_TCP_SLICE_SIZE": ""}
+    changed = tune_tcp(environ)
+    assert environ["MC_TCP_LANES_PER_PEER"] == "2"
+    assert environ["MC_TCP_SLICE_SIZE"] == ""
+    assert set(changed) == {
+        f"{variable.name}={variable.value}"
+        for variable in TCP_TUNING
+        if variable.set_by_us and variable.name not in ("MC_TCP_LANES_PER_PEER", "MC_TCP_SLICE_SIZE")
+    }
+    assert not any("TIMEOUT" in name for name in environ)
+    assert tune_tcp(environ) == []
 
 
 @pytest.mark.parametrize("value", ["2", "1.5", "soon"])

@@ -67,6 +67,7 @@ def test_the_backend_is_accepted_and_becomes_mooncake(model: Path, backend: str,
     assert result["backend"] == "mooncake"
     assert result["active"] == backend
     assert result["force_tcp"] == force_tcp
+    assert result["tcp_slice"] == ("1048576" if force_tcp else None)
     # SGLang names its multi-process metrics folder later; an earlier import would lose the server's own metrics.
     assert not result["prometheus_imported"]
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from spectrumkv_sglang.doctor.findings import Section
+from spectrumkv_sglang.transport_tuning import TCP_TUNING
 
 SYSTEM_LIBRARIES = {
     "libibverbs.so.1": "libibverbs1",
@@ -18,24 +19,6 @@ SYSTEM_LIBRARIES = {
     "librdmacm.so.1": "librdmacm1",
 }
 _TRUE = {"1", "true", "on", "yes"}
-
-# Variable, value, what happens without it. SpectrumKV's writes are few and large: the native path gains most.
-TCP_TUNING = (
-    (
-        "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER",
-        "65535",
-        "a native transfer of more than about 2,048 blocks fails and can block the peer for good",
-    ),
-    ("MC_TCP_LANES_PER_PEER", "8", "a link with a long round trip is not filled"),
-    ("MC_TCP_SLICE_SIZE", "1048576", "GPU memory is copied 64 KiB at a time"),
-    ("MC_TRANSFER_TIMEOUT", "10", "a dead peer is noticed after 30 s"),
-    ("MC_TCP_PROGRESS_TIMEOUT_SEC", "10", "a stalled peer is noticed late"),
-    (
-        "MC_TE_METADATA_REFRESH_INTERVAL_SECONDS",
-        "5",
-        "a peer that restarted under the same address stays unreachable",
-    ),
-)
 
 
 def check_transport(
@@ -136,15 +119,23 @@ def _check_peer_memory(section: Section, root: Path) -> None:
 
 
 def _check_tcp_tuning(section: Section, environ: Mapping[str, str]) -> None:
-    unset = [(name, value, effect) for name, value, effect in TCP_TUNING if not environ.get(name)]
+    unset = [variable for variable in TCP_TUNING if not environ.get(variable.name)]
+    ours = [variable for variable in unset if variable.set_by_us]
+    theirs = [variable for variable in unset if not variable.set_by_us]
+    if ours:
+        section.ok(
+            "mooncake tcp",
+            "a server with spectrumkv_tcp sets, unless tune_tcp is false:\n"
+            + "\n".join(f"  {variable.name}={variable.value}: else {variable.without_it}" for variable in ours),
+        )
+    if theirs:
+        section.info(
+            "mooncake tcp timeouts",
+            "not set:\n" + "\n".join(f"  {variable.name}: {variable.without_it}" for variable in theirs),
+            "export " + " ".join(f"{variable.name}={variable.value}" for variable in theirs),
+        )
     if not unset:
         section.ok("mooncake tcp", "tuning variables are set")
-        return
-    section.info(
-        "mooncake tcp",
-        "not set:\n" + "\n".join(f"  {name}: {effect}" for name, _, effect in unset),
-        "export " + " ".join(f"{name}={value}" for name, value, _ in unset),
-    )
 
 
 def _check_congestion_control(section: Section, path: Path) -> None:
