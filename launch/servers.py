@@ -239,15 +239,30 @@ class SGLangServer(ManagedProcess):
 
 
 class Router(ManagedProcess):
-    """SGLang's small load balancer in front of one prefill and one decode server."""
+    """SGLang's small load balancer in front of one prefill and one decode server.
+
+    Args:
+        prefill: prefill server.
+        decode: decode server.
+        name: for messages and the log.
+        log_dir: folder of the log.
+        beside: the server on whose address and in whose network namespace it listens; prefill by default.
+    """
 
     def __init__(
-        self, prefill: SGLangServer, decode: SGLangServer, name: str = "router", *, log_dir: Path = DEFAULT_LOG_DIR
+        self,
+        prefill: SGLangServer,
+        decode: SGLangServer,
+        name: str = "router",
+        *,
+        log_dir: Path = DEFAULT_LOG_DIR,
+        beside: SGLangServer | None = None,
     ) -> None:
+        neighbour = prefill if beside is None else beside
         self.prefill = prefill
         self.decode = decode
-        self.host = prefill.spec.host
-        self.port = free_port(prefill.namespace)
+        self.host = neighbour.spec.host
+        self.port = free_port(neighbour.namespace)
         log_dir.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation", "--mini-lb"]
         command += ["--prefill", prefill.url, str(prefill.bootstrap_port), "--decode", decode.url]
@@ -255,10 +270,10 @@ class Router(ManagedProcess):
         super().__init__(
             name,
             command,
-            env=prefill.spec.environment(),
+            env=neighbour.spec.environment(),
             cwd=log_dir,
             log_path=log_dir / f"{name}.log",
-            namespace=prefill.namespace,
+            namespace=neighbour.namespace,
         )
 
     @property

@@ -116,6 +116,7 @@ def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
         ("slot_bytes", "1048576", 1048576),
         ("landing_slots", "32", 32),
         ("staging_slots", "1", 1),
+        ("tune_tcp", "false", False),
         ("slots_per_chunk", "8", 8),
         ("open_timeout_s", "0.5", 0.5),
         ("slot_wait_s", "0", 0.0),
