@@ -25,8 +25,8 @@ from kernel_cases import MIXES, MODELS, Chunk, geometry_of, make_chunk, make_poo
 from kernel_timing import RUNS, copy_bandwidth, gpu_seconds, wall_seconds
 
 from spectrumkv_sglang.kernels.triton_checksum import close_payload, sum_payload, sum_tails
-from spectrumkv_sglang.kernels.triton_pack import pack_segments
-from spectrumkv_sglang.kernels.triton_unpack import unpack_segments
+from spectrumkv_sglang.kernels.triton_pack import pack_groups
+from spectrumkv_sglang.kernels.triton_unpack import unpack_groups
 from spectrumkv_sglang.payload.codec import pack_with_checksum, unpack_if_intact
 from spectrumkv_sglang.payload.device_codec import UnpackOutcome
 from spectrumkv_sglang.payload.exchange import Pending
@@ -49,8 +49,8 @@ class KernelsOfChunk:
         self.checksum = self.whole_pack()
         rows = chunk.slots.numpy()[np.argsort(chunk.tiers, kind="stable")]
         self.launches = chunk.buffers.device_codec.launches(rows, layout)
-        self.table = torch.cat([table for _, table, _ in self.launches])
-        tails = self.table.view(-1, 4)
+        self.table = torch.cat([launch.table for launch in self.launches])
+        tails = self.table
         self.longest_tail = int((tails[:, 3] - tails[:, 2]).max()) * 2
         self.pool = chunk.buffers.k[0]
         self.words = self.payload.view(torch.int64)
@@ -76,8 +76,8 @@ class KernelsOfChunk:
         return self.queue_unpack().wait().written
 
     def pack(self, checksum: bool = True) -> None:
-        for group, table, slots in self.launches:
-            pack_segments(group, table, slots, self.pool, self.words, self.sums, checksum)
+        for launch in self.launches:
+            pack_groups(launch, self.pool, self.words, self.sums, checksum)
         if checksum:
             sum_tails(self.table, self.longest_tail, self.words, self.sums)
             close_payload(self.words, self.words, self.sums, self.scratch)
@@ -86,8 +86,9 @@ class KernelsOfChunk:
         sum_payload(self.words, self.words, self.scratch)
 
     def unpack(self) -> None:
-        for group, table, slots in self.launches:
-            unpack_segments(group, table, slots, self.pool, self.words, self.verdict)
+        for launch in self.launches:
+            for one in launch.apart():
+                unpack_groups(one, self.pool, self.words, self.verdict)
 
     def verified_unpack(self) -> None:
         self.sum()

@@ -16,30 +16,62 @@ TABLE_COLUMNS = 4
 """Columns of a segment table, int64, all in units of 16 bytes so that compiled code knows the alignment: address of the
 segment's first head in slot 0 of its pool buffer, counted from the first key buffer; then, counted from the payload's
 start, the first code, the first parameter, and the end of the padding that follows."""
+GROUPS_PER_LAUNCH = 4
+"""Groups that one launch takes at most."""
 
 
 class SegmentGroup(NamedTuple):
     """Segments that one launch works on: they differ only in where they lie.
+
+    Groups that agree in all but precision, rows and segments may share a launch, so that one's last tiles run beside
+    the next one's first. A group without segments keeps its place, so that payloads of one precision table run the same
+    compiled kernels whatever tiers they have rows in.
 
     Attributes:
         precision: how their rows travel.
         dtype: element type of the pool.
         heads: heads of each segment.
         dim: elements of a head, a multiple of 16.
-        rows: rows of each segment.
-        segments: number of segments, one line of the segment table each.
         slot_stride: units of 16 bytes from one pool slot to the next.
         head_stride: units of 16 bytes from one head to the next.
+        first_row: where the rows of the group's tier begin among all rows.
+        rows: rows of each segment.
+        segments: number of segments, one line of the segment table each.
     """
 
     precision: Precision
     dtype: torch.dtype
     heads: int
     dim: int
-    rows: int
-    segments: int
     slot_stride: int
     head_stride: int
+    first_row: int = 0
+    rows: int = 0
+    segments: int = 0
+
+
+class GroupLaunch(NamedTuple):
+    """Groups that are packed or unpacked by one launch.
+
+    Attributes:
+        groups: at most `GROUPS_PER_LAUNCH`.
+        table: int64 [segments of all groups, 4] on the device, see `TABLE_COLUMNS`, group by group.
+        slots: int64 [rows] on the device, valid pool slots of all rows, grouped by tier.
+    """
+
+    groups: tuple[SegmentGroup, ...]
+    table: torch.Tensor
+    slots: torch.Tensor
+
+    def apart(self) -> list[GroupLaunch]:
+        """A launch for each group that has segments."""
+        launches = []
+        line = 0
+        for group in self.groups:
+            if group.segments:
+                launches.append(GroupLaunch((group,), self.table[line:][: group.segments], self.slots))
+            line += group.segments
+        return launches
 
 
 class TileShape(NamedTuple):

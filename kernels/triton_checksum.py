@@ -11,17 +11,8 @@ import triton.language as tl
 
 from spectrumkv_sglang.kernels.checksum import WORDS_PER_BLOCK
 from spectrumkv_sglang.kernels.segment_group import TABLE_COLUMNS, TileShape
-from spectrumkv_sglang.kernels.triton_tiles import (
-    BLOCK_WORDS,
-    STEP,
-    add_to_block_sums,
-    beyond_block,
-    crosses_block,
-    launch,
-    mix,
-    move_to_next_block,
-    scramble,
-)
+from spectrumkv_sglang.kernels.triton_running_sum import BLOCK_WORDS, STEP, add_words, scramble
+from spectrumkv_sglang.kernels.triton_tiles import launch
 
 PROLOGUE_WORDS = 32
 """64-bit words of a payload's prologue."""
@@ -69,10 +60,7 @@ def _sum_tails(words_ptr, sums_ptr, table_ptr, chunks, CHUNK: tl.constexpr):
         offset = tl.arange(0, CHUNK)
         valid = first + offset < end
         words = tl.load(words_ptr + (first + offset), mask=valid, other=0)
-        mixed = mix(words, first, offset, valid)
-        if crosses_block(first, CHUNK):
-            move_to_next_block(sums_ptr, beyond_block(mixed, first, offset), first)
-        add_to_block_sums(sums_ptr, mixed, first)
+        add_words(sums_ptr, (words,), (offset,), (valid,), first, CHUNK, 0)
 
 
 @triton.jit(do_not_specialize=["blocks"])

@@ -1,4 +1,4 @@
-"""Dequantise a payload and scatter its rows into the pool by slot id, one launch per group of segments.
+"""Dequantise a payload and scatter its rows into the pool by slot id, several groups of segments a launch.
 
 The torch references are the quantisers' `dequantise` methods; results are equal bit for bit.
 """
@@ -8,18 +8,16 @@ The torch references are the quantisers' `dequantise` methods; results are equal
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import triton
 import triton.language as tl
 
 from spectrumkv_sglang.kernels.precision import Precision
-from spectrumkv_sglang.kernels.segment_group import TABLE_COLUMNS, SegmentGroup, TileShape
-from spectrumkv_sglang.kernels.triton_tiles import (
-    from_float32,
-    has_capability,
-    launch_over_tiles,
-    shape_for,
-)
+from spectrumkv_sglang.kernels.segment_group import TABLE_COLUMNS, GroupLaunch, TileShape
+from spectrumkv_sglang.kernels.triton_arithmetic import from_float32
+from spectrumkv_sglang.kernels.triton_tiles import GROUP_SCALARS, has_capability, launch_groups
 
 SHAPES = {
     Precision.NATIVE: TileShape(2048, 2),
@@ -32,16 +30,14 @@ SHAPES = {
 _COLUMNS = tl.constexpr(TABLE_COLUMNS)
 
 
-@triton.jit(
-    do_not_specialize=["pairs", "tiles", "slot_stride", "head_stride"],
-    do_not_specialize_on_alignment=["slots_ptr"],
-)
-def _unpack_tiles(
+@triton.jit
+def _unpack_tile(
     pool_ptr,
     payload_ptr,
     verdict_ptr,
     slots_ptr,
     table_ptr,
+    program,
     pairs,
     tiles,
     slot_stride,
@@ -56,8 +52,8 @@ def _unpack_tiles(
     BLOCK_PAIRS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
-    segment = tl.program_id(0) // tiles
-    tile = tl.program_id(0) % tiles
+    segment = program // tiles
+    tile = program % tiles
     entry = table_ptr + segment * _COLUMNS
     pool_start = tl.load(entry)
     codes_start = tl.load(entry + 1) * 2
@@ -117,33 +113,105 @@ def _unpack_tiles(
                 # An E4M3 number moved up by 7 bits is the float16 of 2^-8 times its value, subnormals included.
                 half = ((codes & 0x80) << 8) | ((codes & 0x7F) << 7)
                 values = half.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * (scale * 256.0)[:, None]
+        if BFLOAT16:
+            elements_ptr = pool_ptr.to(tl.pointer_type(tl.int16))
+        elif FLOAT16:
+            elements_ptr = pool_ptr.to(tl.pointer_type(tl.float16))
+        else:
+            elements_ptr = pool_ptr.to(tl.pointer_type(tl.float32))
         element = tl.arange(0, BLOCK_DIM)
-        target = pool_ptr + ((start * PER_UNIT)[:, None] + element[None, :])
+        target = elements_ptr + ((start * PER_UNIT)[:, None] + element[None, :])
         valid = inside[:, None] & (element < DIM)[None, :]
         tl.store(target, from_float32(values, BFLOAT16, FLOAT16, HARDWARE_BFLOAT16), mask=valid)
 
 
-def unpack_segments(
-    group: SegmentGroup,
-    table: torch.Tensor,
-    slots: torch.Tensor,
+@triton.jit(
+    do_not_specialize=[*GROUP_SCALARS, "slot_stride", "head_stride"],
+    do_not_specialize_on_alignment=["slots_ptr"],
+)
+def _unpack_groups(
+    pool_ptr,
+    payload_ptr,
+    verdict_ptr,
+    slots_ptr,
+    table_ptr,
+    pairs_0,
+    pairs_1,
+    pairs_2,
+    pairs_3,
+    segments_0,
+    segments_1,
+    segments_2,
+    segments_3,
+    first_row_0,
+    first_row_1,
+    first_row_2,
+    first_row_3,
+    slot_stride,
+    head_stride,
+    PRECISIONS: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    ITEMSIZE: tl.constexpr,
+    BFLOAT16: tl.constexpr,
+    FLOAT16: tl.constexpr,
+    HARDWARE_BFLOAT16: tl.constexpr,
+    WARPS: tl.constexpr,
+):
+    pairs = (pairs_0, pairs_1, pairs_2, pairs_3)
+    segments = (segments_0, segments_1, segments_2, segments_3)
+    first_row = (first_row_0, first_row_1, first_row_2, first_row_3)
+    program = tl.program_id(0)
+    lines_ptr = table_ptr
+    for group in tl.static_range(len(PRECISIONS)):
+        tiles = (pairs[group] + BLOCK_PAIRS[group] - 1) // BLOCK_PAIRS[group]
+        programs = tiles * segments[group]
+        if (program >= 0) & (program < programs):
+            _unpack_tile(
+                pool_ptr,
+                payload_ptr,
+                verdict_ptr,
+                slots_ptr + first_row[group],
+                lines_ptr,
+                program,
+                pairs[group],
+                tiles,
+                slot_stride,
+                head_stride,
+                PRECISIONS[group],
+                HEADS,
+                DIM,
+                ITEMSIZE,
+                BFLOAT16,
+                FLOAT16,
+                HARDWARE_BFLOAT16,
+                BLOCK_PAIRS[group],
+                BLOCK_DIM,
+            )
+        program -= programs
+        lines_ptr += segments[group] * _COLUMNS
+
+
+def unpack_groups(
+    launch: GroupLaunch,
     pool: torch.Tensor,
     payload: torch.Tensor,
     verdict: torch.Tensor,
-    shape: TileShape | None = None,
+    shapes: Mapping[Precision, TileShape] = SHAPES,
 ) -> None:
-    """Decode every segment of a group into the rows ``slots`` on the current stream, if the payload is intact.
+    """Decode every segment of some groups into their rows on the current stream, if the payload is intact.
 
     Args:
-        group: what the segments have in common; ``rows`` and ``segments`` at least 1.
-        table: int64 [segments, 4] on the device, see `TABLE_COLUMNS`.
-        slots: int64 [rows] on the device, distinct valid pool slots (not checked here).
+        launch: what to unpack; its slots are distinct.
         pool: first key buffer, which the table's addresses count from.
         payload: the payload as int64 words, at a 16-byte boundary; on the device or in pinned host memory.
         verdict: int64 [3 or more] on the device: sum over the payload's checksum blocks, the same as announced, words
             of the prologue that differ. Nothing is written unless the first two are equal and the third is 0.
-        shape: how to cut the work; None for what was fastest.
+        shapes: how to cut the work.
     """
-    shape = shape or shape_for(verdict.device, SHAPES[group.precision])
-    constants = {"HARDWARE_BFLOAT16": has_capability(verdict.device, 8, 0)}
-    launch_over_tiles(_unpack_tiles, group, shape, pool, payload, verdict, slots, table, constants)
+    device = verdict.device
+    constants = {"HARDWARE_BFLOAT16": has_capability(device, 8, 0)}
+    pointers = (pool.view(torch.int64), payload, verdict, launch.slots, launch.table)
+    launch_groups(_unpack_groups, launch.groups, shapes, pointers, device, constants)

@@ -20,8 +20,9 @@ _LARGEST_CODE = 15.0
 
 
 class Int4Quantiser(Quantiser):
-    """``code = round((x - zero) / scale)`` in 0..15.
+    """``code = round((x - zero) * (1 / scale))`` in 0..15.
 
+    ``x - zero`` and ``1 / scale`` are float32, their product is rounded once, to an integer, ties to even.
     ``zero = float16(min x)`` and ``scale = float16((max x - zero) / 15)``. This is the asymmetric per-token
     quantisation of KIVI (arXiv 2402.02750) with the whole head as one group. Two codes a byte: element 2j in the
     low, element 2j + 1 in the high nibble. Parameters: scale, then zero.
@@ -45,7 +46,8 @@ class Int4Quantiser(Quantiser):
         # Adding 0 turns -0 into +0: which of the two a minimum or maximum returns is not the same everywhere.
         zero = (low.clamp(-LARGEST_SCALE, LARGEST_SCALE) + 0.0).half()
         scale, divisor = round_scale(((high - zero.float()) / _LARGEST_CODE).clamp_(min=0.0).add_(0.0))
-        codes = (values - zero.float()).div_(divisor).clamp_(0.0, _LARGEST_CODE).round_()
+        # In float64 the product is exact, so this rounds once, as a fused multiply-add does.
+        codes = (values - zero.float()).double().mul_(divisor.reciprocal().double()).round_().clamp_(0.0, _LARGEST_CODE)
         # As 16-bit words a pair is low + 256 * high, whatever the row and head strides.
         pairs = codes.to(torch.int8).view(torch.int16)
         packed = pairs.bitwise_or_(pairs >> 4).to(torch.int8).view(torch.uint8)

@@ -6,6 +6,9 @@ whether the payload was intact) comes back the same way.
 
 An unpack sums the payload up in a launch of its own, and the launches that write the pool look at the result first and
 write nothing unless it is the announced one. So a payload is read twice, once from the cache where it fits.
+
+Packing takes one launch for all precisions of all tiers whose segments are cut alike, so that the last tiles of one run
+beside the first of the next. Unpacking takes one for each: together they would need more registers than each alone.
 """
 
 from __future__ import annotations
@@ -21,7 +24,15 @@ import numpy.typing as npt
 import torch
 
 from spectrumkv_sglang.kernels.checksum import POSITION_STEP, WORDS_PER_BLOCK, combine
-from spectrumkv_sglang.kernels.segment_group import DIM_MULTIPLE, TABLE_COLUMNS, UNIT_BYTES, SegmentGroup
+from spectrumkv_sglang.kernels.precision import Precision
+from spectrumkv_sglang.kernels.segment_group import (
+    DIM_MULTIPLE,
+    GROUPS_PER_LAUNCH,
+    TABLE_COLUMNS,
+    UNIT_BYTES,
+    GroupLaunch,
+    SegmentGroup,
+)
 from spectrumkv_sglang.payload.exchange import VERDICT_WORDS, Exchange, Pending, Result
 from spectrumkv_sglang.payload.layout import PayloadLayout
 from spectrumkv_sglang.payload.precision_table import PrecisionTable
@@ -52,13 +63,23 @@ class UnpackOutcome(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """Launches of a layout: groups, the first row of each one's tier, and the table lines of all, in that order."""
+    """Launches of a layout: groups of each, and the table lines of all, in that order."""
 
-    groups: tuple[SegmentGroup, ...]
-    row_starts: tuple[int, ...]
+    launches: tuple[tuple[SegmentGroup, ...], ...]
     table: npt.NDArray[np.int64]
     longest_tail: int
     """64-bit words of the longest parameters with the padding after them."""
+
+
+class _Skeleton(NamedTuple):
+    """Tier and group of every kind of segment that a precision table makes, and where segments belong.
+
+    Places are keyed by tier, layer, K or V, and first head; each is the index of a kind and the address of the
+    segment's first head in slot 0, in units of 16 bytes from the first key buffer.
+    """
+
+    kinds: tuple[tuple[int, SegmentGroup], ...]
+    places: dict[tuple[int, int, int, int], tuple[int, int]]
 
 
 class DeviceCodec:
@@ -76,6 +97,7 @@ class DeviceCodec:
         # be dropped while this object's is held.
         self._free: deque[Exchange] = deque()
         self._plans: OrderedDict[tuple[PrecisionTable, tuple[int, ...], int, int], _Plan] = OrderedDict()
+        self._skeletons: dict[PrecisionTable, _Skeleton] = {}
         self._lock = threading.Lock()
 
     @staticmethod
@@ -108,15 +130,15 @@ class DeviceCodec:
             The payload's checksum, once everything is written.
         """
         from spectrumkv_sglang.kernels.triton_checksum import close_payload, sum_tails
-        from spectrumkv_sglang.kernels.triton_pack import pack_segments
+        from spectrumkv_sglang.kernels.triton_pack import pack_groups
 
         payload = out[: layout.total_bytes].view(torch.int64)
         plan = self._plan(layout)
         with self._lock:
             exchange = self._upload(rows, plan, payload.numel(), 0, prologue)
             try:
-                for group, lines, slots in _launches(plan, exchange.words, rows.size):
-                    pack_segments(group, lines, slots, self._buffers[0][0], payload, exchange.block_sums)
+                for launch in _launches(plan, exchange.words, rows.size):
+                    pack_groups(launch, self._buffers[0][0], payload, exchange.block_sums)
                 table_at = _table_at(rows.size)
                 table = exchange.words[table_at : table_at + plan.table.size]
                 sum_tails(table, plan.longest_tail, payload, exchange.block_sums)
@@ -146,7 +168,7 @@ class DeviceCodec:
             prologue: announced prologue; None for any.
         """
         from spectrumkv_sglang.kernels.triton_checksum import sum_payload
-        from spectrumkv_sglang.kernels.triton_unpack import unpack_segments
+        from spectrumkv_sglang.kernels.triton_unpack import unpack_groups
 
         words = payload.view(torch.int64)
         plan = self._plan(layout)
@@ -156,8 +178,9 @@ class DeviceCodec:
             if checksum is not None:
                 announced = words if prologue is None else exchange.words[VERDICT_WORDS:_SLOTS_AT]
                 sum_payload(words, announced, exchange.words)
-            for group, table, slots in _launches(plan, exchange.words, rows.size):
-                unpack_segments(group, table, slots, self._buffers[0][0], words, exchange.words)
+            for launch in _launches(plan, exchange.words, rows.size):
+                for one in launch.apart():
+                    unpack_groups(one, self._buffers[0][0], words, exchange.words)
             exchange.fetch()
 
         def outcome(down: npt.NDArray[np.int64]) -> UnpackOutcome:
@@ -165,10 +188,8 @@ class DeviceCodec:
 
         return self._pending(exchange, outcome)
 
-    def launches(
-        self, rows: npt.NDArray[np.int64], layout: PayloadLayout
-    ) -> list[tuple[SegmentGroup, torch.Tensor, torch.Tensor]]:
-        """Group, segment table and pool slots of each launch, on memory of their own: what a benchmark times."""
+    def launches(self, rows: npt.NDArray[np.int64], layout: PayloadLayout) -> list[GroupLaunch]:
+        """The launches of a payload, on memory of their own: what a benchmark times."""
         plan = self._plan(layout)
         words = np.concatenate((np.zeros(_table_at(rows.size)), plan.table.reshape(-1))).astype(np.int64)
         words[_SLOTS_AT : _SLOTS_AT + rows.size] = rows
@@ -220,35 +241,65 @@ class DeviceCodec:
         return plan
 
     def _make_plan(self, layout: PayloadLayout) -> _Plan:
-        lines: dict[tuple[int, SegmentGroup], list[tuple[int, ...]]] = {}
-        base = self._buffers[0][0].data_ptr()
+        skeleton = self._skeleton(layout)
+        lines: list[list[tuple[int, ...]]] = [[] for _ in skeleton.kinds]
         ends = [segment.codes_offset for segment in layout.segments[1:]] + [layout.total_bytes] * bool(layout.segments)
         for segment, end in zip(layout.segments, ends, strict=True):
-            buffer = self._buffers[segment.kv][segment.layer]
-            slot_stride, head_stride = (stride * buffer.element_size() // UNIT_BYTES for stride in buffer.stride()[:2])
-            group = SegmentGroup(
-                segment.precision,
-                buffer.dtype,
-                segment.heads,
-                buffer.shape[2],
-                segment.rows,
-                0,
-                slot_stride,
-                head_stride,
-            )
-            start = (buffer.data_ptr() - base) // UNIT_BYTES + segment.head_lo * head_stride
-            offsets = (segment.codes_offset, segment.params_offset, end)
-            line = (start, *(offset // UNIT_BYTES for offset in offsets))
-            lines.setdefault((segment.row_start, group), []).append(line)
-        table_of_all = np.array([line for table in lines.values() for line in table], dtype=np.int64)
+            kind, start = skeleton.places[segment.tier, segment.layer, segment.kv, segment.head_lo]
+            codes, params = segment.codes_offset // UNIT_BYTES, segment.params_offset // UNIT_BYTES
+            lines[kind].append((start, codes, params, end // UNIT_BYTES))
+        first_rows = np.cumsum((0, *layout.rows_per_tier)).tolist()
+        groups = [
+            group._replace(first_row=first_rows[tier], rows=layout.rows_per_tier[tier], segments=len(table))
+            for (tier, group), table in zip(skeleton.kinds, lines, strict=True)
+        ]
+        launches: list[list[SegmentGroup]] = []
+        for group in groups:
+            last = launches[-1] if launches else []
+            if last and len(last) < GROUPS_PER_LAUNCH and _alike(last[0]) == _alike(group):
+                last.append(group)
+            else:
+                launches.append([group])
+        table_of_all = np.array([line for table in lines for line in table], dtype=np.int64)
         table_of_all = table_of_all.reshape(-1, TABLE_COLUMNS)
         tails = (table_of_all[:, 3] - table_of_all[:, 2]) * (UNIT_BYTES // 8)
-        return _Plan(
-            tuple(group._replace(segments=len(table)) for (_, group), table in lines.items()),
-            tuple(row_start for row_start, _ in lines),
-            table_of_all,
-            int(tails.max(initial=0)),
-        )
+        return _Plan(tuple(map(tuple, launches)), table_of_all, int(tails.max(initial=0)))
+
+    def _skeleton(self, layout: PayloadLayout) -> _Skeleton:
+        """What all layouts of a precision table have in common; kinds that may share a launch come in a row."""
+        table = layout.table
+        skeleton = self._skeletons.get(table)
+        if skeleton is not None:
+            return skeleton
+        base = self._buffers[0][0].data_ptr()
+        found: dict[tuple[int, int, int, int], tuple[tuple[int, SegmentGroup], int]] = {}
+        for tier in range(table.tiers):
+            for layer in range(table.layers):
+                for kv in (0, 1):
+                    buffer = self._buffers[kv][layer]
+                    for lo, hi, precision in table.head_runs(tier, layer, kv):
+                        group = _group_of(buffer, precision, hi - lo)
+                        start = (buffer.data_ptr() - base) // UNIT_BYTES + lo * group.head_stride
+                        found[tier, layer, kv, lo] = (tier, group), start
+        unique = dict.fromkeys(kind for kind, _ in found.values())
+        kinds = sorted(unique, key=lambda kind: (_alike(kind[1]), kind[0]))
+        index = {kind: i for i, kind in enumerate(kinds)}
+        skeleton = _Skeleton(tuple(kinds), {place: (index[kind], start) for place, (kind, start) in found.items()})
+        with self._lock:
+            if len(self._skeletons) >= _PLANS:
+                self._skeletons.clear()
+            self._skeletons[table] = skeleton
+        return skeleton
+
+
+def _group_of(buffer: torch.Tensor, precision: Precision, heads: int) -> SegmentGroup:
+    slot_stride, head_stride = (stride * buffer.element_size() // UNIT_BYTES for stride in buffer.stride()[:2])
+    return SegmentGroup(precision, buffer.dtype, heads, buffer.shape[2], slot_stride, head_stride)
+
+
+def _alike(group: SegmentGroup) -> tuple[int, ...]:
+    """What groups of one launch agree in, beside the element type."""
+    return group.heads, group.dim, group.slot_stride, group.head_stride
 
 
 def _table_at(rows: int) -> int:
@@ -256,13 +307,13 @@ def _table_at(rows: int) -> int:
     return _SLOTS_AT + rows + rows % 2
 
 
-def _launches(plan: _Plan, words: torch.Tensor, rows: int) -> list[tuple[SegmentGroup, torch.Tensor, torch.Tensor]]:
-    """Group, segment table and pool slots of each launch."""
+def _launches(plan: _Plan, words: torch.Tensor, rows: int) -> list[GroupLaunch]:
+    """The launches of a plan on what was uploaded."""
     launches = []
+    slots = words[_SLOTS_AT : _SLOTS_AT + rows]
     at = _table_at(rows)
-    for group, row_start in zip(plan.groups, plan.row_starts, strict=True):
-        size = group.segments * TABLE_COLUMNS
-        first = _SLOTS_AT + row_start
-        launches.append((group, words[at : at + size], words[first : first + group.rows]))
+    for groups in plan.launches:
+        size = sum(group.segments for group in groups) * TABLE_COLUMNS
+        launches.append(GroupLaunch(groups, words[at : at + size].view(-1, TABLE_COLUMNS), slots))
         at += size
     return launches

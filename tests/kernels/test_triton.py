@@ -19,7 +19,7 @@ def test_interpreted_kernels_equal_the_reference() -> None:
         cwd=CASES.parents[2],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
     )
     assert finished.returncode == 0, finished.stdout + finished.stderr
