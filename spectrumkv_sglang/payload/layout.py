@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -60,14 +60,12 @@ class PayloadLayout:
         geometry: KV geometry that the payload is cut for.
         table: precision table in force.
         rows_per_tier: rows (tokens) of each tier of the table.
-        segments: in ascending offset order; tiers without rows have none.
         total_bytes: length of the payload with prologue and padding, a multiple of 256.
     """
 
     geometry: KVGeometry
     table: PrecisionTable
     rows_per_tier: tuple[int, ...]
-    segments: tuple[Segment, ...]
     total_bytes: int
     prologue_bytes: int = PROLOGUE_BYTES
 
@@ -76,38 +74,41 @@ class PayloadLayout:
         """Rows of all tiers."""
         return sum(self.rows_per_tier)
 
+    @cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        """In ascending offset order; tiers without rows have none. Placed only when asked for, which takes a quarter of
+        a millisecond for 32 layers: packing such a payload once more on a GPU does not ask."""
+        segments: list[Segment] = []
+        offset = self.prologue_bytes
+        for layer in range(self.geometry.layers):
+            for kv in (0, 1):
+                offset = _align(offset, BLOCK_ALIGNMENT)
+                row_start = 0
+                for tier, rows in enumerate(self.rows_per_tier):
+                    if not rows:
+                        continue
+                    for lo, hi, precision in self.table.head_runs(tier, layer, kv):
+                        codes, params = _array_bytes(self.geometry, kv, precision, rows, hi - lo)
+                        params_at = _align(offset + codes, ARRAY_ALIGNMENT)
+                        where = (tier, layer, kv, lo, hi, precision, rows, row_start)
+                        segments.append(Segment(*where, offset, codes, params_at, params))
+                        offset = _align(params_at + params, ARRAY_ALIGNMENT)
+                    row_start += rows
+        return tuple(segments)
+
 
 def plan_layout(geometry: KVGeometry, table: PrecisionTable, rows_per_tier: Sequence[int]) -> PayloadLayout:
-    """Place every array of a payload of ``rows_per_tier`` rows.
+    """The layout of a payload of ``rows_per_tier`` rows.
 
     Raises:
         PayloadError: the table does not belong to the geometry, or the counts are not one per tier and >= 0.
     """
-    rows_of = _check_rows(geometry, table, rows_per_tier)
-    segments: list[Segment] = []
-    offset = PROLOGUE_BYTES
-    for layer in range(geometry.layers):
-        for kv in (0, 1):
-            offset = _align(offset, BLOCK_ALIGNMENT)
-            row_start = 0
-            for tier, rows in enumerate(rows_of):
-                if not rows:
-                    continue
-                for lo, hi, precision in table.head_runs(tier, layer, kv):
-                    codes, params = _array_bytes(geometry, kv, precision, rows, hi - lo)
-                    params_offset = _align(offset + codes, ARRAY_ALIGNMENT)
-                    segments.append(
-                        Segment(
-                            tier, layer, kv, lo, hi, precision, rows, row_start, offset, codes, params_offset, params
-                        )
-                    )
-                    offset = _align(params_offset + params, ARRAY_ALIGNMENT)
-                row_start += rows
-    return PayloadLayout(geometry, table, rows_of, tuple(segments), _align(offset, BLOCK_ALIGNMENT))
+    total_bytes = payload_bytes(geometry, table, rows_per_tier)
+    return PayloadLayout(geometry, table, tuple(int(count) for count in rows_per_tier), total_bytes)
 
 
 def payload_bytes(geometry: KVGeometry, table: PrecisionTable, rows_per_tier: Sequence[int]) -> int:
-    """Return ``plan_layout(...).total_bytes`` without placing anything; monotone in every count.
+    """Length of a payload of ``rows_per_tier`` rows with prologue and padding; monotone in every count.
 
     Raises:
         PayloadError: as `plan_layout`.

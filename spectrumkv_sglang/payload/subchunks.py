@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from spectrumkv_sglang.payload.errors import PayloadError
 from spectrumkv_sglang.payload.geometry import KVGeometry
-from spectrumkv_sglang.payload.layout import payload_bytes
+from spectrumkv_sglang.payload.layout import bytes_per_row, max_padding_bytes, payload_bytes
 from spectrumkv_sglang.payload.precision_table import PrecisionTable
 from spectrumkv_sglang.payload.tier_map import check_tiers
 
@@ -61,31 +61,34 @@ def cut_into_subchunks(
     # rows_before[p, t]: rows of tier t in the pages before p.
     rows_before = np.zeros((pages + 1, table.tiers), dtype=np.int64)
     for tier in range(table.tiers):
-        counted = np.concatenate(([0], np.cumsum(tiers == tier)))
-        rows_before[:, tier] = counted[page_ends]
+        np.cumsum(np.add.reduceat(tiers == tier, page_ends[:-1], dtype=np.int64), out=rows_before[1:, tier])
+    # Without prologue and alignment; these take at most `padding` more.
+    bytes_before = rows_before @ bytes_per_row(geometry, table)
+    padding = max_padding_bytes(geometry, table, np.flatnonzero(rows_before[-1]).tolist())
 
-    def rows_between(start: int, end: int) -> tuple[int, ...]:
-        return tuple((rows_before[end] - rows_before[start]).tolist())
-
-    def size_between(start: int, end: int) -> int:
-        return payload_bytes(geometry, table, rows_between(start, end))
+    def size_between(start: int, end: int) -> tuple[tuple[int, ...], int]:
+        rows = tuple((rows_before[end] - rows_before[start]).tolist())
+        return rows, payload_bytes(geometry, table, rows)
 
     subchunks: list[SubChunk] = []
     start = 0
     while start < pages:
-        fits, too_many = start, pages + 1
+        full = bytes_before[start] + slot_bytes
+        fits, too_many = np.searchsorted(bytes_before, (full - padding, full), side="right").tolist()
+        fits = max(start, fits - 1)
+        size = None
         while too_many - fits > 1:
-            # The whole rest first: most chunks fit one slot.
-            end = pages if too_many > pages else (fits + too_many) // 2
-            if size_between(start, end) <= slot_bytes:
-                fits = end
+            end = (fits + too_many) // 2
+            larger = size_between(start, end)
+            if larger[1] <= slot_bytes:
+                fits, size = end, larger
             else:
                 too_many = end
         if fits == start:
             raise PayloadError(
-                f"sub-chunks: page {start} of {page_size} tokens needs {size_between(start, start + 1)} bytes, "
+                f"sub-chunks: page {start} of {page_size} tokens needs {size_between(start, start + 1)[1]} bytes, "
                 f"a landing slot has {slot_bytes}; raise slot_bytes on prefill and decode"
             )
-        subchunks.append(SubChunk(start, fits - start, rows_between(start, fits), size_between(start, fits)))
+        subchunks.append(SubChunk(start, fits - start, *(size or size_between(start, fits))))
         start = fits
     return subchunks

@@ -94,7 +94,7 @@ class UpgradeLadder:
 
         self._forced = forced
         free = np.flatnonzero(~forced)
-        free = free[np.argsort(-weights[free], kind="stable")]
+        free = free[_descending(weights[free])]
         is_preferred = preferred_rows[free]
         rows: list[NDArray[np.int64]] = []
         costs: list[NDArray[np.int64]] = []
@@ -130,6 +130,21 @@ class UpgradeLadder:
         """Tiers uint8 ``[rows]`` after the first ``steps`` upgrades."""
         climbed = np.bincount(self._step_rows[:steps], minlength=len(self._forced))
         return np.where(self._forced, np.uint8(Tier.HIGH), self._hull.astype(np.uint8)[climbed])
+
+
+def _descending(weights: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Order from the largest weight to the smallest, all >= 0; among equals the earlier row comes first.
+
+    Observed importance is float32. Its bits and the row number make one integer that sorts as both do, and integers
+    sort several times faster than an index does.
+    """
+    narrow = weights.astype(np.float32)
+    if len(weights) >= 2**32 or not np.array_equal(narrow, weights):
+        return np.argsort(-weights, kind="stable")
+    keys = (~narrow.view(np.uint32)).astype(np.uint64) << np.uint64(32)
+    keys |= np.arange(len(keys), dtype=np.uint64)
+    keys.sort()
+    return (keys & np.uint64(0xFFFFFFFF)).astype(np.int64)
 
 
 def _lower_hull(usable: list[Tier], cost: NDArray[np.int64], distortion: NDArray[np.float64]) -> NDArray[np.int64]:

@@ -85,6 +85,9 @@ class ChunkPlanner:
     ) -> PlannedChunk:
         """Plan the chunk that lies in prefill's ``pages`` and starts at ``first_position`` of the prompt.
 
+        Scores on a GPU are read in the order of the calling thread's current stream, which must be behind the forward
+        that wrote the chunk; the thread sleeps until they are there.
+
         Args:
             prompt_tokens: length of the whole prompt, or an upper bound of it rounded up to a page.
             slot_bytes: largest payload, bytes.
@@ -151,4 +154,4 @@ class ChunkPlanner:
         if self._scores is None:
             raise ValueError(f"scorer {self._scorer.name} needs observed attention, but no scores are kept")
         slots = pool_slots_of_pages(pages, self._view.geometry.page_size)
-        return self._scores.read(slots).cpu().numpy()
+        return self._scores.fetch(slots.numpy())

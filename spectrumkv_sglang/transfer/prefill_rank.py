@@ -157,46 +157,25 @@ class PrefillRank:
 
     def _send_tiered(self, chunk: OutgoingChunk) -> ChunkRecord:
         view, peer = self._require_tierable(chunk)
-        try:
-            planned = self._planner.plan(
+        with self._device_stream(view, chunk):  # importance is the forward's, too
+            planned = self._plan(chunk, peer)
+            plan = planned.plan
+            task = ChunkTask(
                 room=chunk.room,
+                session=chunk.session,
+                peer=peer,
                 pages=chunk.pages,
-                first_position=chunk.prefix_tokens + chunk.page_start * self._page_size,
-                prompt_tokens=chunk.prefix_tokens + chunk.room_pages * self._page_size,
-                slot_bytes=min(self._config.slot_bytes, peer.slot_bytes),
-                sent_before=self._sent.get((chunk.room, chunk.session), BytesSent()),
-                peer_allowed_tiers=peer.allowed_tiers,
+                page_start=chunk.page_start,
+                tiers=plan.tiers,
+                table=planned.table,
+                subchunks=plan.subchunks,
+                room_is_live=chunk.room_is_live,
             )
-        except PayloadError as error:
-            raise GoNativeError(Reason.PAYLOAD_TOO_LARGE, str(error)) from error
-        plan = planned.plan
-        self._require_agreement(planned, peer)
-        if planned.budget_missed and chunk.last_chunk:  # the chunks after an earlier one make up for it
-            self._metrics.budget_unreachable()
-            log_once(
-                logger,
-                logging.WARNING,
-                "budget-unreachable",
-                f"room {chunk.room} does not keep budget {self._config.budget}: its last chunk of {len(plan.tiers)} "
-                f"tokens was sent at the smallest size that the allowed tiers reach, {plan.achieved:.3f}",
-            )
-        task = ChunkTask(
-            room=chunk.room,
-            session=chunk.session,
-            peer=peer,
-            pages=chunk.pages,
-            page_start=chunk.page_start,
-            tiers=plan.tiers,
-            table=planned.table,
-            subchunks=plan.subchunks,
-            room_is_live=chunk.room_is_live,
-        )
-        try:
-            with self._device_stream(view, chunk):
+            try:
                 stats = self._sender(view).send(task)
-        finally:  # a failed write leaves its slot in quarantine
-            staging = self._staging.counts()
-            self._metrics.staging_slots(in_use=staging.in_use, free=staging.free, quarantined=staging.quarantined)
+            finally:  # a failed write leaves its slot in quarantine
+                staging = self._staging.counts()
+                self._metrics.staging_slots(in_use=staging.in_use, free=staging.free, quarantined=staging.quarantined)
         counts = np.bincount(plan.tiers, minlength=len(Tier)).tolist()
         return ChunkRecord(
             time=time.time(),
@@ -216,6 +195,33 @@ class PrefillRank:
             wait_seconds=stats.wait_seconds,
             last_chunk=chunk.last_chunk,
         )
+
+    def _plan(self, chunk: OutgoingChunk, peer: Handshake) -> PlannedChunk:
+        """Tiers and sub-chunks of ``chunk``, such as decode takes."""
+        try:
+            planned = self._planner.plan(
+                room=chunk.room,
+                pages=chunk.pages,
+                first_position=chunk.prefix_tokens + chunk.page_start * self._page_size,
+                prompt_tokens=chunk.prefix_tokens + chunk.room_pages * self._page_size,
+                slot_bytes=min(self._config.slot_bytes, peer.slot_bytes),
+                sent_before=self._sent.get((chunk.room, chunk.session), BytesSent()),
+                peer_allowed_tiers=peer.allowed_tiers,
+            )
+        except PayloadError as error:
+            raise GoNativeError(Reason.PAYLOAD_TOO_LARGE, str(error)) from error
+        self._require_agreement(planned, peer)
+        if planned.budget_missed and chunk.last_chunk:  # the chunks after an earlier one make up for it
+            plan = planned.plan
+            self._metrics.budget_unreachable()
+            log_once(
+                logger,
+                logging.WARNING,
+                "budget-unreachable",
+                f"room {chunk.room} does not keep budget {self._config.budget}: its last chunk of {len(plan.tiers)} "
+                f"tokens was sent at the smallest size that the allowed tiers reach, {plan.achieved:.3f}",
+            )
+        return planned
 
     def _require_tierable(self, chunk: OutgoingChunk) -> tuple[PoolView, Handshake]:
         if not self._config.enabled:
