@@ -211,6 +211,82 @@ def probe(
     raise typer.Exit(command.probe(asked, Console()))
 
 
+@app.command("eval", epilog=EXIT_CODES)
+def evaluate(
+    model_path: Annotated[
+        Path, typer.Option("--model-path", "--model", metavar="DIR", help="Local Hugging Face model directory.")
+    ],
+    profile: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME[@BUDGET][:SCORER]", help="Profile to evaluate, such as spectrum@0.35; may be repeated."
+        ),
+    ] = None,
+    baseline: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME[@BUDGET]",
+            help="Baseline beside them, such as kivi-4 or pdtrim; may be repeated. A wrong name lists them all.",
+        ),
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Text to predict; default: a short one that is shipped.")
+    ] = None,
+    prefix_tokens: Annotated[
+        str, typer.Option(metavar="N[,N...]", help="Tokens whose KV travels; several lengths with commas.")
+    ] = "1792",
+    continuation_tokens: Annotated[int, typer.Option(min=1, help="Tokens that are scored after the prefix.")] = 320,
+    texts: Annotated[
+        int | None, typer.Option(min=1, help="Windows drawn from the text; default: 4, or as many as there are.")
+    ] = None,
+    budget: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Budget b of profiles that state none: wire / native bytes.")
+    ] = None,
+    scorer: Annotated[str, typer.Option(help="Token importance, for profiles that state none.")] = "window",
+    seed: Annotated[int, typer.Option(min=0, help="Of windows, random tiers, needles and intervals.")] = 0,
+    generate: Annotated[int, typer.Option(min=0, metavar="N", help="Compare N greedy tokens with native's.")] = 0,
+    needles: Annotated[bool, typer.Option("--needles", help="Hide needles in prompts of the same lengths.")] = False,
+    device: Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, cuda:1, ...")] = "cpu",
+    dtype: Annotated[
+        str, typer.Option(help="The model computes in it: auto (float32 on a CPU), float32, float16, bfloat16.")
+    ] = "auto",
+    kv_dtype: Annotated[
+        str, typer.Option(help="The KV pool's dtype, which native bytes are counted in: auto (the model's), ...")
+    ] = "auto",
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads of a CPU run; default: torch's choice.")] = None,
+    json: JsonFile = None,
+    markdown: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the tables in Markdown as well.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Picture of bytes against KL: .png, .svg or .pdf.")
+    ] = None,
+) -> None:
+    """Measure what profiles cost a model on real text: perplexity, KL and top-1 beside the bytes on the wire."""
+    from spectrumkv_sglang.evaluation import command
+
+    asked = command.EvaluationCommand(
+        model_path=model_path,
+        profiles=profile or (),
+        baselines=baseline or (),
+        text=text,
+        prefix_tokens=prefix_tokens,
+        continuation_tokens=continuation_tokens,
+        texts=texts,
+        budget=budget,
+        scorer=scorer,
+        seed=seed,
+        generate=generate,
+        needles=needles,
+        device=device,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        threads=threads,
+        json=json,
+        markdown=markdown,
+        plot=plot,
+    )
+    command.evaluate(asked, Console())
+
+
 def _write_json(path: Path | None, content: bytes) -> None:
     if path is None:
         return

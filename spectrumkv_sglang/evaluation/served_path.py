@@ -1,0 +1,52 @@
+"""A profile's way: planned, packed, checked and unpacked by the code that serves."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from spectrumkv_sglang.config import SpectrumKVConfig
+from spectrumkv_sglang.evaluation.prefix import MovedKV, PrefixKV
+from spectrumkv_sglang.importance.scorers import AttentionScorer
+from spectrumkv_sglang.loopback.in_place import InPlaceTransfer
+
+
+class ProfileMethod:
+    """Moves KV as a server with ``config`` does: ``plan_chunk`` under the budget, sub-chunks of ``slot_bytes``,
+    ``pack_with_checksum``, ``unpack_if_intact``. Wire bytes are those that serving counts: codes, scales, prologues,
+    alignment, tier maps, precision tables and control messages.
+
+    Args:
+        config: profile, budget, scorer and the rest of what serving would have.
+        description: one line for people.
+    """
+
+    def __init__(self, config: SpectrumKVConfig, description: str) -> None:
+        self._config = config
+        self.description = description
+        self._tiered = len(config.loaded_profile.usable_tiers(config.allowed_tiers)) > 1
+
+    @property
+    def budget(self) -> float | None:
+        """The budget that tiers are chosen under; None for a profile of one tier."""
+        return self._config.budget if self._tiered else None
+
+    @property
+    def scorer(self) -> str | None:
+        """The scorer whose observed scores are needed."""
+        observing = isinstance(self._config.make_scorer(), AttentionScorer)
+        return self._config.scorer if self._tiered and observing else None
+
+    @property
+    def config(self) -> SpectrumKVConfig:
+        """The configuration that would serve so."""
+        return self._config
+
+    def move(self, prefix: PrefixKV) -> MovedKV:
+        """Pack the whole prefix as one chunk and unpack it into a copy of the pool."""
+        view = prefix.copied_view()
+        scores = prefix.scores[self.scorer] if self.scorer else None
+        transfer = InPlaceTransfer(view, self._config, scores)
+        pages = np.arange(prefix.tokens, dtype=np.int64)
+        transfer.pack(prefix.name, pages, prefix.tokens)
+        record = transfer.unpack(prefix.name)
+        return MovedKV(view.buffers, record.wire_bytes, tokens_by_tier=record.tokens_by_tier)
