@@ -145,7 +145,7 @@ class InPlaceTransfer:
         plan = planned.plan
         for piece in pieces_of(pages, plan.tiers, plan.subchunks, self._view.geometry.page_size):
             job = PackJob(prompt.room, 1, piece, planned.table)
-            checksum = pack_into_slot(job, self._view, self._memory, 0).wait()
-            commit = job.commit(chunk=0, slot=0, page_start=first_page, checksum=checksum)
+            packed = pack_into_slot(job, self._view, self._memory, 0).wait()
+            commit = job.commit(chunk=0, slot=0, page_start=first_page, checksum=packed.checksum)
             payload = self._memory.view(0, piece.subchunk.payload_bytes).clone()
             prompt.packed.append(_Packed(commit, planned.table, payload))

@@ -165,22 +165,20 @@ class ChunkSender:
 
     def _queue_pack(self, task: ChunkTask, piece: Piece, staging: Slot, remote: SlotGrant, flight: InFlight) -> None:
         """Begin to fill ``staging`` with the payload of a sub-chunk that is meant for ``remote``."""
-        started = time.perf_counter()
         job = PackJob(task.room, remote.generation, piece, task.table)
         try:
-            checksum = pack_into_slot(job, self._view, self._memory, staging.index)
+            payload = pack_into_slot(job, self._view, self._memory, staging.index)
         except BaseException:
             self._staging.give_back(staging)
             raise
-        flight.packing.append(Packing(job, staging, remote, checksum, started))
+        flight.packing.append(Packing(job, staging, remote, payload))
 
     def _write(self, task: ChunkTask, flight: InFlight, stats: ChunkStats) -> None:
         """Submit the write of the payload that was queued for packing first, once it is packed."""
         packing = flight.packing[0]
-        checksum = packing.checksum.wait()
-        seconds = time.perf_counter() - packing.started
-        stats.pack_seconds += seconds
-        self._metrics.pack(seconds)
+        packed = packing.payload.wait()
+        stats.pack_seconds += packed.seconds
+        self._metrics.pack(packed.seconds)
         self._commit_ended_writes(task, flight, stats)
         while len(flight.writing) >= _MOST_WRITES:
             self._commit(task, flight, stats)
@@ -188,7 +186,7 @@ class ChunkSender:
         source = self._memory.address(packing.staging.index)
         write = self._writes.submit(task.session, source, packing.remote.address, length)
         flight.packing.popleft()
-        flight.writing.append(Writing(packing.job, packing.staging, packing.remote, checksum, write))
+        flight.writing.append(Writing(packing.job, packing.staging, packing.remote, packed.checksum, write))
         stats.writes += 1
         stats.wire_bytes += length
 
@@ -308,7 +306,7 @@ class ChunkSender:
         """Release every slot of the chunk on both sides."""
         while flight.packing:
             packing = flight.packing.popleft()
-            packing.checksum.wait()  # until then the GPU may write to the slot
+            packing.payload.wait()  # until then the GPU may write to the slot
             self._staging.give_back(packing.staging)
         while flight.writing:
             try:

@@ -15,7 +15,7 @@ from spectrumkv_sglang.transfer.control_channel import ControlChannel
 from spectrumkv_sglang.transfer.handshake import Handshake
 from spectrumkv_sglang.transfer.messages import SlotGrant
 from spectrumkv_sglang.transfer.mooncake_writes import PendingWrite
-from spectrumkv_sglang.transfer.packing import PackJob
+from spectrumkv_sglang.transfer.packing import Packed, PackJob
 from spectrumkv_sglang.transfer.slot_pool import Slot
 
 
@@ -36,7 +36,15 @@ class ChunkTask:
 
 @dataclass
 class ChunkStats:
-    """What sending one chunk took; seconds are sums over the sub-chunks, which overlap."""
+    """What sending one chunk took; seconds are sums over the sub-chunks, which overlap.
+
+    Attributes:
+        wire_bytes: payloads and control messages.
+        writes: Mooncake writes.
+        pack_seconds: the device at work on packing.
+        write_seconds: writes under way.
+        wait_seconds: this thread waiting for slots and for decode.
+    """
 
     wire_bytes: int = 0
     writes: int = 0
@@ -47,13 +55,12 @@ class ChunkStats:
 
 @dataclass(frozen=True)
 class Packing:
-    """A sub-chunk that is being packed into ``staging`` since ``started`` (seconds of ``time.perf_counter``)."""
+    """A sub-chunk that is being packed into ``staging``."""
 
     job: PackJob
     staging: Slot
     remote: SlotGrant
-    checksum: Pending[int]
-    started: float
+    payload: Pending[Packed]
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from spectrumkv_sglang.payload.codec import pack_with_checksum
 from spectrumkv_sglang.payload.exchange import Pending
@@ -77,14 +79,26 @@ class PackJob:
         )
 
 
-def pack_into_slot(job: PackJob, view: PoolView, memory: SlotMemory, slot: int) -> Pending[int]:
+class Packed(NamedTuple):
+    """A payload in its slot.
+
+    Attributes:
+        checksum: of the payload.
+        seconds: that the device was at work on it, copying it to the slot included; waiting for work in front is not.
+    """
+
+    checksum: int
+    seconds: float
+
+
+def pack_into_slot(job: PackJob, view: PoolView, memory: SlotMemory, slot: int) -> Pending[Packed]:
     """Fill ``slot`` with the payload of ``job``.
 
     On CUDA the work is queued on the current stream, and a thread's jobs are done one after the other. ``slot`` must
     not be lent to anybody else before the result has been waited for.
 
     Returns:
-        The payload's checksum, once its bytes are in the slot.
+        The payload, once its bytes are in the slot.
 
     Raises:
         PayloadError: the job's parts do not fit each other or the slot.
@@ -102,11 +116,42 @@ def pack_into_slot(job: PackJob, view: PoolView, memory: SlotMemory, slot: int) 
     )
     out = memory.work_area(slot, layout.total_bytes)
     slots = pool_slots_of_pages(piece.pages, geometry.page_size)
+    stopwatch = _Stopwatch(view.device)
     checksum = pack_with_checksum(view.buffers, slots, piece.tiers, layout, out, prologue)
     in_slot = memory.flush_to_slot(slot, layout.total_bytes)
+    seconds = stopwatch.stop()
 
-    def finish() -> int:
+    def finish() -> Packed:
         in_slot.wait()
-        return checksum.wait()
+        return Packed(checksum.wait(), seconds())
 
     return Pending(finish)
+
+
+class _Stopwatch:
+    """Time between its making and ``stop`` in the current stream's order, or on a CPU in the caller's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._started = time.perf_counter()
+        self._start = self._event()
+
+    def stop(self) -> Callable[[], float]:
+        """What tells the seconds once the stream has come here."""
+        start, end = self._start, self._event()
+        if start is None or end is None:
+            seconds = time.perf_counter() - self._started
+            return lambda: seconds
+
+        def elapsed() -> float:
+            end.synchronize()
+            return float(start.elapsed_time(end)) / 1e3
+
+        return elapsed
+
+    def _event(self) -> torch.cuda.Event | None:
+        if not self._cuda:
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
