@@ -120,7 +120,7 @@ def points_of(
     excluded: dict[str, int] = {}
     usable = []
     for sample in samples:
-        reason = _reason_to_exclude(sample, codecs)
+        reason = _reason_to_exclude(sample, codecs, chunk_tokens)
         if reason is None:
             usable.append(sample)
         else:
@@ -133,9 +133,8 @@ def points_of(
             if row.transfer_seconds is None or not (one.wire_bytes and one.native_bytes and one.writes):
                 continue
             # Samples of one case and variant differ in their times only.
-            chunks = one.chunks or math.ceil(case.prompt_tokens / chunk_tokens)
             measured = MeasuredTransfer(
-                transfer=Transfer(one.native_bytes, chunks, max(one.writes, chunks)),
+                transfer=Transfer(one.native_bytes, 1, one.writes),
                 bandwidth=bytes_per_second(goodput[case.rate_gbps]),
                 codec=replace(codecs[row.variant], b=one.wire_bytes / one.native_bytes),
                 seconds=row.transfer_seconds,
@@ -181,7 +180,7 @@ def packing_seconds(samples: Sequence[Sample]) -> dict[str, float]:
     return {variant: statistics.median(seconds) for variant, seconds in found.items()}
 
 
-def _reason_to_exclude(sample: Sample, codecs: Mapping[str, Codec]) -> str | None:
+def _reason_to_exclude(sample: Sample, codecs: Mapping[str, Codec], chunk_tokens: int) -> str | None:
     if sample.status is not Status.OK:
         return f"no transfer: {sample.status.value}"
     if sample.repeat < 0:
@@ -190,6 +189,8 @@ def _reason_to_exclude(sample: Sample, codecs: Mapping[str, Codec]) -> str | Non
         return "not packed by SpectrumKV (plain, fp8-kv)"
     if sample.transfer_seconds is None:
         return "no transfer time"
+    if (sample.chunks or math.ceil(sample.prompt_tokens / chunk_tokens)) > 1:
+        return "several chunks: all but the last share GPU and host with the next chunk's forward"
     if sample.rate_gbps == UNLIMITED:
         return "no limit: bound by the host, not by a link of known bandwidth"
     return None

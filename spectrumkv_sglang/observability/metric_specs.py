@@ -67,7 +67,7 @@ CONTROL_REJECTED = MetricSpec(
 TRANSFER_LOG_ERRORS = MetricSpec("transfer_log_errors_total", Kind.COUNTER, "Lines lost by the transfer log.")
 
 PACK_SECONDS = MetricSpec(
-    "pack_seconds", Kind.HISTOGRAM, "Seconds to pack one sub-chunk on prefill.", buckets=STAGE_SECONDS
+    "pack_seconds", Kind.HISTOGRAM, "Seconds that the device packs one sub-chunk on prefill.", buckets=STAGE_SECONDS
 )
 WRITE_SECONDS = MetricSpec(
     "write_seconds", Kind.HISTOGRAM, "Seconds of the Mooncake write of one sub-chunk.", buckets=STAGE_SECONDS
