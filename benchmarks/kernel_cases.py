@@ -14,6 +14,7 @@ from spectrumkv_sglang.payload.layout import PayloadLayout, plan_layout
 from spectrumkv_sglang.payload.precision_table import PrecisionTable
 
 NATIVE, INT8, FP8, INT4 = Precision.NATIVE, Precision.INT8, Precision.FP8_E4M3, Precision.INT4
+INT4_CHANNEL = Precision.INT4_CHANNEL
 
 MODELS = {
     "Llama-3.1-8B": (32, 8, 128),
@@ -42,11 +43,14 @@ MIXES = {
     "fp8": Mix(((FP8, FP8),), (1.0,)),
     "int4": Mix(((INT4, INT4),), (1.0,)),
     "k8v4": Mix(((INT8, INT4),), (1.0,)),
+    "k4c-v4": Mix(((INT4_CHANNEL, INT4),), (1.0,)),
     "spectrum 20/30/50": Mix(((NATIVE, NATIVE), (INT8, INT8), (INT4, INT4)), (0.2, 0.3, 0.5)),
     "spectrum 5/25/70": Mix(((NATIVE, NATIVE), (INT8, INT8), (INT4, INT4)), (0.05, 0.25, 0.7)),
     "spectrum 1/2/97": Mix(((NATIVE, NATIVE), (INT8, INT8), (INT4, INT4)), (0.01, 0.02, 0.97)),
+    "balanced 1/2/97": Mix(((NATIVE, NATIVE), (INT8, INT8), (INT4_CHANNEL, INT4)), (0.01, 0.02, 0.97)),
 }
-"""Shipped profiles; the mixes of `spectrum` spend about b = .49, .36 and .28."""
+"""Shipped profiles; the mixes of `spectrum` spend about b = .49, .36 and .28, that of `balanced` .28. `k4c-v4` is the
+low tier of `balanced` alone."""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,10 @@ start, the first code, the first parameter, and the end of the padding that foll
 GROUPS_PER_LAUNCH = 4
 """Groups that one launch takes at most."""
 
+INTERPRETED_ONLY = frozenset((Precision.INT4_CHANNEL,))
+"""Precisions whose kernels have been checked in Triton's interpreter but have not run compiled: payloads with one are
+packed and unpacked by torch unless a caller asks for the kernels."""
+
 
 class SegmentGroup(NamedTuple):
     """Segments that one launch works on: they differ only in where they lie.
@@ -48,6 +52,12 @@ class SegmentGroup(NamedTuple):
     first_row: int = 0
     rows: int = 0
     segments: int = 0
+
+    @property
+    def by_channel(self) -> bool:
+        """Whether parameters belong to a channel of a block of rows, and not to a row: cut otherwise and never in one
+        launch with groups that are not."""
+        return self.precision is Precision.INT4_CHANNEL
 
 
 class GroupLaunch(NamedTuple):

@@ -25,13 +25,13 @@ from spectrumkv_sglang.kernels.triton_arithmetic import (
 )
 from spectrumkv_sglang.kernels.triton_runs import elements_of, extremes
 
-_MINUS_EIGHT_ROUNDERS = tl.constexpr((-0x4B400000 * 0x11111111 + 2**31) % 2**32 - 2**31)
+MINUS_EIGHT_ROUNDERS = tl.constexpr((-0x4B400000 * 0x11111111 + 2**31) % 2**32 - 2**31)
 """Takes the rounder's bits out of eight codes that were added up four bits apart, modulo 2^32."""
 
 
 @triton.jit
-def _parameters(low, high):
-    """float16 scale and zero [pairs], as the reference computes them."""
+def int4_parameters(low, high):
+    """float16 scale and zero of what lies between float32 ``low`` and ``high``, as the reference computes them."""
     # Adding 0 turns -0 into +0.
     zero = (tl.minimum(tl.maximum(low, -LARGEST), LARGEST) + 0.0).to(tl.float16)
     largest = tl.zeros_like(low) + 15.0
@@ -40,22 +40,37 @@ def _parameters(low, high):
 
 
 @triton.jit
+def is_regular(low, high, scale, zero):
+    """Whether codes need neither cleaning nor clamping; not if ``low`` or ``high`` is NaN or infinite."""
+    wide = scale.to(tl.float32)
+    # A NaN among the elements is one here, and no comparison with it holds.
+    regular = ((wide >= SMALLEST_NORMAL) & (wide < LARGEST)) | ((high == 0.0) & (low == 0.0))
+    # A zero that was rounded up by less than half a step leaves every code at 0 or above.
+    return regular & (tl.abs(low) < LARGEST) & ((zero.to(tl.float32) - low) * 2.125 <= wide)
+
+
+@triton.jit
+def int4_bits(x, origin, divisor, reciprocal, CLEAN: tl.constexpr):
+    """ROUNDER_BITS plus the codes of float32 elements, int32; ``origin`` is the zero, ``reciprocal`` minus one over
+    ``divisor``. CLEAN where a parameter is not regular."""
+    rounder = tl.zeros_like(x) + ROUNDER
+    if CLEAN:
+        distance = origin - tl.where(x == x, x, 0.0)
+        distance = tl.minimum(tl.maximum(distance, divisor * -16.0), divisor)
+        bits = tl.fma(distance, reciprocal, rounder).to(tl.int32, bitcast=True)
+        bits = tl.minimum(tl.maximum(bits, ROUNDER_BITS), ROUNDER_BITS + 15)
+    else:
+        bits = tl.fma(origin - x, reciprocal, rounder).to(tl.int32, bitcast=True)
+    return bits
+
+
+@triton.jit
 def _codes_of_run(run, origin, divisor, reciprocal, BFLOAT16: tl.constexpr, FLOAT16: tl.constexpr, CLEAN: tl.constexpr):
     """Four or eight codes, each with ROUNDER_BITS, added up four bits apart, int32 [pairs, lanes]."""
     elements = elements_of(run, BFLOAT16, FLOAT16)
-    rounder = tl.zeros_like(elements[0]) + ROUNDER
-    codes = 0
-    for k in tl.static_range(2):
-        x = elements[k]
-        if CLEAN:
-            distance = origin - tl.where(x == x, x, 0.0)
-            distance = tl.minimum(tl.maximum(distance, divisor * -16.0), divisor)
-            bits = tl.fma(distance, reciprocal, rounder).to(tl.int32, bitcast=True)
-            bits = tl.minimum(tl.maximum(bits, ROUNDER_BITS), ROUNDER_BITS + 15)
-        else:
-            bits = tl.fma(origin - x, reciprocal, rounder).to(tl.int32, bitcast=True)
-        codes += bits << (4 * k)
-    return tl.sum(codes << (tl.arange(0, rounder.shape[2]) * 8)[None, None, :], axis=2)
+    codes = int4_bits(elements[0], origin, divisor, reciprocal, CLEAN)
+    codes += int4_bits(elements[1], origin, divisor, reciprocal, CLEAN) << 4
+    return tl.sum(codes << (tl.arange(0, codes.shape[2]) * 8)[None, None, :], axis=2)
 
 
 @triton.jit
@@ -72,7 +87,7 @@ def _words_of_codes(runs, scale, zero, BFLOAT16: tl.constexpr, FLOAT16: tl.const
             codes = _codes_of_run(runs[2 * i], origin, divisor, reciprocal, BFLOAT16, FLOAT16, CLEAN)
             upper = _codes_of_run(runs[2 * i + 1], origin, divisor, reciprocal, BFLOAT16, FLOAT16, CLEAN)
             codes += upper << 16
-        halves = halves + ((codes + _MINUS_EIGHT_ROUNDERS).to(tl.uint32, bitcast=True).to(tl.int64),)
+        halves = halves + ((codes + MINUS_EIGHT_ROUNDERS).to(tl.uint32, bitcast=True).to(tl.int64),)
     return halves[0] | (halves[1] << 32), halves[2] | (halves[3] << 32)
 
 
@@ -91,15 +106,10 @@ def encode_int4(runs, BFLOAT16: tl.constexpr, FLOAT16: tl.constexpr, PACKED: tl.
         65536 times those of the zero.
     """
     low, high = extremes(runs, BFLOAT16, FLOAT16, PACKED, False)
-    scale, zero = _parameters(low, high)
-    wide = scale.to(tl.float32)
-    # A NaN among the elements is one here, and no comparison with it holds.
-    regular = ((wide >= SMALLEST_NORMAL) & (wide < LARGEST)) | ((high == 0.0) & (low == 0.0))
-    # A zero that was rounded up by less than half a step leaves every code at 0 or above.
-    regular &= (tl.abs(low) < LARGEST) & ((zero.to(tl.float32) - low) * 2.125 <= wide)
-    if tl.max((regular == 0).to(tl.int32), axis=0) > 0:
+    scale, zero = int4_parameters(low, high)
+    if tl.max((is_regular(low, high, scale, zero) == 0).to(tl.int32), axis=0) > 0:
         low, high = extremes(runs, BFLOAT16, FLOAT16, PACKED, True)
-        scale, zero = _parameters(low, high)
+        scale, zero = int4_parameters(low, high)
         even, odd = _words_of_codes(runs, scale, zero, BFLOAT16, FLOAT16, True)
     else:
         even, odd = _words_of_codes(runs, scale, zero, BFLOAT16, FLOAT16, False)

@@ -16,8 +16,9 @@ from spectrumkv_sglang.kernels.precision import Precision
 from spectrumkv_sglang.kernels.segment_group import TABLE_COLUMNS, GroupLaunch, TileShape
 from spectrumkv_sglang.kernels.triton_encode import encode_8_bits
 from spectrumkv_sglang.kernels.triton_encode_int4 import encode_int4
-from spectrumkv_sglang.kernels.triton_running_sum import BLOCK_BITS, STEP, add_words, scramble
-from spectrumkv_sglang.kernels.triton_running_sum import BLOCK_WORDS as CHECKSUM_BLOCK
+from spectrumkv_sglang.kernels.triton_pack_channels import pack_channels
+from spectrumkv_sglang.kernels.triton_padding import pad_segment
+from spectrumkv_sglang.kernels.triton_running_sum import add_words
 from spectrumkv_sglang.kernels.triton_runs import ELEMENTS_PER_LANE as _ELEMENTS_PER_LANE
 from spectrumkv_sglang.kernels.triton_runs import load_runs, sixteen_of
 from spectrumkv_sglang.kernels.triton_tiles import GROUP_SCALARS, has_capability, launch_groups
@@ -32,23 +33,6 @@ SHAPES = {
 
 _COLUMNS = tl.constexpr(TABLE_COLUMNS)
 ELEMENTS_PER_LANE = tl.constexpr(_ELEMENTS_PER_LANE)
-_PADDING_LANES = tl.constexpr(256)
-"""More than the 16-bit halves of padding between two segments (at most 4 and 128)."""
-
-
-@triton.jit
-def _pad(payload_ptr, sums_ptr, codes_end, params_end, params_start, segment_end, CHECKSUM: tl.constexpr):
-    """Zeros between codes and parameters and after the parameters, all in 16-bit halves; the first are summed up."""
-    halves_ptr = payload_ptr.to(tl.pointer_type(tl.int16))
-    padding = tl.arange(0, _PADDING_LANES)
-    # A word between codes and parameters (lane 0), and what follows the parameters, or native codes.
-    index = tl.where(padding < 4, codes_end + padding, params_end + padding - 4)
-    empty = index < tl.where(padding < 4, params_start, segment_end)
-    tl.store(halves_ptr + index, tl.zeros((_PADDING_LANES,), dtype=tl.int16), mask=empty)
-    if CHECKSUM:
-        index //= 4
-        mixed_zeros = scramble(((index & (CHECKSUM_BLOCK - 1)) + 1) * STEP)
-        tl.atomic_add(sums_ptr + (index >> BLOCK_BITS), mixed_zeros, mask=empty & (padding == 0), sem="relaxed")
 
 
 @triton.jit
@@ -138,10 +122,10 @@ def _pack_tile(
     if tile == tiles - 1:
         codes_end = (codes_start + pairs.to(tl.int64) * WORDS) * 4
         if PRECISION == 0:
-            _pad(payload_ptr, sums_ptr, codes_end, codes_end, codes_end, segment_end * 4, CHECKSUM)
+            pad_segment(payload_ptr, sums_ptr, codes_end, codes_end, codes_end, segment_end * 4, CHECKSUM)
         else:
             params_end = params_start * 4 + pairs * (2 if PRECISION == 3 else 1)
-            _pad(payload_ptr, sums_ptr, codes_end, params_end, params_start * 4, segment_end * 4, CHECKSUM)
+            pad_segment(payload_ptr, sums_ptr, codes_end, params_end, params_start * 4, segment_end * 4, CHECKSUM)
 
 
 @triton.jit(
@@ -234,9 +218,13 @@ def pack_groups(
         payload: the payload as int64 words, at a 16-byte boundary; on the device or in pinned host memory.
         block_sums: int64, at least one more than the payload's checksum blocks; scrambled words are added.
         checksum: whether to add them.
-        shapes: how to cut the work.
+        shapes: how to cut the work, but for parameters by channel.
     """
     device = block_sums.device
+    if launch.groups[0].by_channel:
+        for one in launch.apart():
+            pack_channels(one, pool, payload, block_sums, checksum)
+        return
     constants = {
         "HARDWARE": has_capability(device, 8, 0),
         "HARDWARE_FP8": has_capability(device, 8, 9),

@@ -86,3 +86,30 @@ def add_words(sums_ptr, words, offsets, valids, first, SPAN: tl.constexpr, WARPS
             mixed = scramble(words[i] + (key + offsets[i].to(tl.int64) * STEP))
             sums += tl.where(valids[i], mixed, 0)
     tl.atomic_add(sum_ptr, _total(sums, WARPS), sem="relaxed")
+
+
+@triton.jit
+def add_distant_words(sums_ptr, words, offsets, valid, first, span, WARPS: tl.constexpr):
+    """`add_words` of words that may lie further apart than a block is long.
+
+    Args:
+        sums_ptr: int64, one for each block.
+        words: int64 [a, b].
+        offsets: where they lie, int32, counted from ``first``.
+        valid: which of them belong to the payload.
+        first: word of the payload, int64.
+        span: words from ``first`` to the end of the last valid one.
+        WARPS: warps of the program.
+    """
+    position = (first & (BLOCK_WORDS - 1)).to(tl.int32)
+    sum_ptr = sums_ptr + (first >> BLOCK_BITS)
+    places = position + offsets
+    key = ((places & (BLOCK_WORDS - 1)) + 1).to(tl.int64) * STEP
+    mixed = tl.where(valid, scramble(words + key), 0)
+    last = (position + span - 1) >> BLOCK_BITS
+    if last == 0:
+        tl.atomic_add(sum_ptr, _total(mixed, WARPS), sem="relaxed")
+    else:
+        blocks = places >> BLOCK_BITS
+        for block in range(last + 1):
+            tl.atomic_add(sum_ptr + block, _total(tl.where(blocks == block, mixed, 0), WARPS), sem="relaxed")

@@ -18,6 +18,7 @@ from spectrumkv_sglang.kernels.precision import Precision
 from spectrumkv_sglang.kernels.segment_group import TABLE_COLUMNS, GroupLaunch, TileShape
 from spectrumkv_sglang.kernels.triton_arithmetic import from_float32
 from spectrumkv_sglang.kernels.triton_tiles import GROUP_SCALARS, has_capability, launch_groups
+from spectrumkv_sglang.kernels.triton_unpack_channels import unpack_channels
 
 SHAPES = {
     Precision.NATIVE: TileShape(2048, 2),
@@ -209,9 +210,13 @@ def unpack_groups(
         payload: the payload as int64 words, at a 16-byte boundary; on the device or in pinned host memory.
         verdict: int64 [3 or more] on the device: sum over the payload's checksum blocks, the same as announced, words
             of the prologue that differ. Nothing is written unless the first two are equal and the third is 0.
-        shapes: how to cut the work.
+        shapes: how to cut the work, but for parameters by channel.
     """
     device = verdict.device
+    if launch.groups[0].by_channel:
+        for one in launch.apart():
+            unpack_channels(one, pool, payload, verdict)
+        return
     constants = {"HARDWARE_BFLOAT16": has_capability(device, 8, 0)}
     pointers = (pool.view(torch.int64), payload, verdict, launch.slots, launch.table)
     launch_groups(_unpack_groups, launch.groups, shapes, pointers, device, constants)

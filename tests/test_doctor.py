@@ -152,7 +152,9 @@ def test_a_budget_that_small_heads_cannot_reach_is_a_warning(tmp_path: Path) -> 
     assert "at least 0.57" in finding.remedy
 
 
-@pytest.mark.parametrize(("profile", "warned"), [("spectrum", True), ("k8v4", False), ("spectrum-safe", False)])
+@pytest.mark.parametrize(
+    ("profile", "warned"), [("spectrum", True), ("k8v4", False), ("balanced", False), ("spectrum-safe", False)]
+)
 def test_int4_keys_are_warned_of_on_fragile_families(tmp_path: Path, profile: str, warned: bool) -> None:
     config = load_config(None, {"SPECTRUMKV_PROFILE": profile})
     section = check_model(model_directory(tmp_path, model_type="qwen2"), config)
@@ -447,7 +449,7 @@ def test_profiles_lists_every_shipped_profile_with_its_ratio(tmp_path: Path, wit
     )
     assert done.returncode == 0, done.stderr
     listed = {profile["name"]: profile for profile in json.loads(file.read_bytes())}
-    assert set(listed) >= {"native-packed", "int8", "fp8", "spectrum", "spectrum-safe", "k8v4"}
+    assert set(listed) >= {"native-packed", "int8", "fp8", "spectrum", "spectrum-safe", "k8v4", "balanced"}
     assert listed["native-packed"]["tiers"][0]["ratio"] == 1
     assert listed["int8"]["native_bytes_per_token"] == 24 * 2 * 2 * 64 * 2
     assert listed["int8"]["tiers"][0]["ratio"] == (64 + 2) / 128

@@ -6,6 +6,7 @@ from spectrumkv_sglang.kernels.precision import Precision
 from spectrumkv_sglang.kernels.quantisers.base import Quantiser
 from spectrumkv_sglang.kernels.quantisers.fp8 import Fp8E4M3Quantiser
 from spectrumkv_sglang.kernels.quantisers.int4 import Int4Quantiser
+from spectrumkv_sglang.kernels.quantisers.int4_channel import Int4ChannelQuantiser
 from spectrumkv_sglang.kernels.quantisers.int8 import Int8Quantiser
 from spectrumkv_sglang.kernels.quantisers.native import NativeQuantiser
 
@@ -14,6 +15,7 @@ _QUANTISERS: dict[Precision, Quantiser] = {
     Precision.INT8: Int8Quantiser(),
     Precision.FP8_E4M3: Fp8E4M3Quantiser(),
     Precision.INT4: Int4Quantiser(),
+    Precision.INT4_CHANNEL: Int4ChannelQuantiser(),
 }
 
 
@@ -22,4 +24,12 @@ def quantiser_for(precision: Precision) -> Quantiser:
     return _QUANTISERS[precision]
 
 
-__all__ = ["Fp8E4M3Quantiser", "Int4Quantiser", "Int8Quantiser", "NativeQuantiser", "Quantiser", "quantiser_for"]
+__all__ = [
+    "Fp8E4M3Quantiser",
+    "Int4ChannelQuantiser",
+    "Int4Quantiser",
+    "Int8Quantiser",
+    "NativeQuantiser",
+    "Quantiser",
+    "quantiser_for",
+]

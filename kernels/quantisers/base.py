@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from math import prod
 
 import torch
 
@@ -16,21 +17,21 @@ _FLOAT32_SLACK = 2.0**-21
 
 
 class Quantiser(ABC):
-    """Codes and float16 parameters for rows of one K or V head.
+    """Codes and float16 parameters for rows of K or V heads.
 
     Parameters are rounded to float16 before the codes are computed, so that a decoder sees exactly the numbers that
     the encoder used. Arithmetic is float32, rounding is to nearest, ties to even.
 
     Non-finite input (uninitialised page tails) never raises and touches no other row: NaN travels as 0, an infinity
-    saturates, and neither counts when the parameters of its row are computed.
+    saturates, and neither counts when the parameters of its row (or channel) are computed.
 
     Attributes:
-        params_per_row: float16 parameters per (row, head).
-        relative_distortion: expected mean squared error over the variance of a row of 128 independent Gaussian
-            elements, measured. Close to step^2 / 12 (Bennett, "Spectra of quantized signals", 1948).
+        block_rows: consecutive rows that share parameters: 1 where each row decodes by itself.
+        relative_distortion: expected mean squared error over the variance of 128 independent Gaussian elements that
+            share parameters, measured. Close to step^2 / 12 (Bennett, "Spectra of quantized signals", 1948).
     """
 
-    params_per_row: int
+    block_rows: int
     relative_distortion: float
 
     @abstractmethod
@@ -41,16 +42,20 @@ class Quantiser(ABC):
         """Bytes of the codes of ``rows`` rows of ``heads`` heads; ``native_itemsize`` is the pool's element size."""
         return rows * heads * self.code_width(head_dim, native_itemsize)
 
-    def param_bytes(self, rows: int, heads: int) -> int:
+    @abstractmethod
+    def param_shape(self, rows: int, heads: int, head_dim: int) -> tuple[int, ...]:
+        """Shape of the float16 parameters of ``rows`` rows of ``heads`` heads."""
+
+    def param_bytes(self, rows: int, heads: int, head_dim: int) -> int:
         """Bytes of the parameters of ``rows`` rows of ``heads`` heads."""
-        return rows * heads * self.params_per_row * 2
+        return prod(self.param_shape(rows, heads, head_dim)) * 2
 
     @abstractmethod
     def quantise(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Encode float32, float16 or bfloat16 [rows, heads, dim].
 
         Returns:
-            uint8 codes [rows, heads, code_width] and float16 parameters [rows, heads, params_per_row].
+            uint8 codes [rows, heads, code_width] and float16 parameters of `param_shape`.
         """
 
     @abstractmethod
@@ -63,6 +68,20 @@ class Quantiser(ABC):
 
         Rounding of the parameters, float32 arithmetic and the rounding to ``x.dtype`` are included.
         """
+
+
+class RowQuantiser(Quantiser):
+    """A quantiser whose rows decode by themselves.
+
+    Attributes:
+        params_per_row: float16 parameters per (row, head).
+    """
+
+    block_rows = 1
+    params_per_row: int
+
+    def param_shape(self, rows: int, heads: int, head_dim: int) -> tuple[int, ...]:
+        return rows, heads, self.params_per_row
 
 
 def finite_or_zero(values: torch.Tensor) -> torch.Tensor:

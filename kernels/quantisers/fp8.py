@@ -8,7 +8,7 @@ from spectrumkv_sglang.kernels.quantisers.base import (
     HALF_STEP_FLOAT16,
     HALF_ULP_FLOAT16,
     LARGEST_SCALE,
-    Quantiser,
+    RowQuantiser,
     finite_or_zero,
     nan_to_zero,
     round_scale,
@@ -20,7 +20,7 @@ _LARGEST_CODE = 448.0
 _SMALLEST_STEP = 2.0**-9
 
 
-class Fp8E4M3Quantiser(Quantiser):
+class Fp8E4M3Quantiser(RowQuantiser):
     """``code = e4m3(x / scale)``, ``scale = float16(max|x| / 448)``.
 
     E4M3 is the finite-only format of "FP8 formats for deep learning" (arXiv 2209.05433): 448 is its largest number

@@ -8,7 +8,7 @@ from spectrumkv_sglang.kernels.quantisers.base import (
     HALF_STEP_FLOAT16,
     HALF_ULP_FLOAT16,
     LARGEST_SCALE,
-    Quantiser,
+    RowQuantiser,
     finite_or_zero,
     nan_to_zero,
     round_scale,
@@ -19,7 +19,7 @@ from spectrumkv_sglang.kernels.quantisers.base import (
 _LARGEST_CODE = 127.0
 
 
-class Int8Quantiser(Quantiser):
+class Int8Quantiser(RowQuantiser):
     """``code = round(x / scale)`` in -127..127, ``scale = float16(max|x| / 127)``.
 
     Per-token symmetric absmax quantisation, as the SpectrumKV paper (arXiv 2606.08635) uses, with a scale per head.

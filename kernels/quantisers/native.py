@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from spectrumkv_sglang.kernels.quantisers.base import Quantiser
+from spectrumkv_sglang.kernels.quantisers.base import RowQuantiser
 
 
-class NativeQuantiser(Quantiser):
+class NativeQuantiser(RowQuantiser):
     """Exact, NaN payloads included."""
 
     params_per_row = 0

@@ -242,5 +242,5 @@ def _warn_fragile_keys(section: Section, model: ModelConfig, config: SpectrumKVC
         section.warning(
             "keys",
             f"{fragile[0]} models lose much quality with INT4 keys (profile {config.profile}, tier {', '.join(tiers)})",
-            "choose profile k8v4 or spectrum-safe, or measure your own texts first",
+            "choose profile balanced, k8v4 or spectrum-safe, or measure your own texts first",
         )

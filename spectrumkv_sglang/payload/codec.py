@@ -1,8 +1,8 @@
 """Packing rows of the KV pool into a payload, and unpacking a payload into the pool.
 
 Arguments are checked here, on the host; the work is done by torch on the CPU (`torch_codec`) and by a few Triton
-launches on the current stream on CUDA (`device_codec`). Pools that the kernels do not take (head dimensions that 16
-does not divide, say) go the way of the CPU there.
+launches on the current stream on CUDA (`device_codec`). Pools and precisions that the kernels do not take (head
+dimensions that 16 does not divide, say) go the way of the CPU there.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from spectrumkv_sglang.kernels.checksum import payload_checksum
+from spectrumkv_sglang.kernels.segment_group import INTERPRETED_ONLY
 from spectrumkv_sglang.payload.device_codec import UnpackOutcome
 from spectrumkv_sglang.payload.errors import PayloadError
 from spectrumkv_sglang.payload.exchange import Pending
@@ -36,6 +37,7 @@ __all__ = [
     "unpack_if_intact",
     "unpack_payload",
     "warm_up_kernels",
+    "why_not_kernels",
     "write_prologue",
 ]
 
@@ -60,7 +62,8 @@ def pack_payload(
         layout: `plan_layout` of exactly these rows per tier.
         out: contiguous uint8 vector of at least ``layout.total_bytes`` at a 16-byte boundary, on the pool's device
             (or pinned host memory for a CUDA pool).
-        backend: "torch" or "triton"; None takes Triton for a CUDA pool that the kernels can work on, torch otherwise.
+        backend: "torch" or "triton"; None takes Triton for a CUDA pool and a table that the kernels can work on, torch
+            otherwise.
 
     Returns:
         ``layout.total_bytes``.
@@ -69,7 +72,7 @@ def pack_payload(
         PayloadError: arguments do not fit each other; nothing is written then.
     """
     rows = _checked_for_packing(buffers, pool_slots, tiers, layout, out)
-    if _backend_for(buffers, backend) == "triton":
+    if _backend_for(buffers, layout.table, backend) == "triton":
         buffers.device_codec.pack(rows, layout, out)
     else:
         pack_by_torch(buffers, rows, layout, out)
@@ -97,7 +100,7 @@ def pack_with_checksum(
     """
     rows = _checked_for_packing(buffers, pool_slots, tiers, layout, out)
     encode_prologue(prologue)
-    if _backend_for(buffers, backend) == "triton":
+    if _backend_for(buffers, layout.table, backend) == "triton":
         return buffers.device_codec.pack(rows, layout, out, prologue)
     pack_by_torch(buffers, rows, layout, out)
     write_prologue(out, prologue)
@@ -131,7 +134,7 @@ def unpack_payload(
         PayloadError: arguments do not fit each other; the pool is untouched then.
     """
     rows = _checked_for_unpacking(payload, buffers, pool_slots, tiers, layout)
-    if _backend_for(buffers, backend) == "triton":
+    if _backend_for(buffers, layout.table, backend) == "triton":
         buffers.device_codec.unpack(payload, rows, layout)
     else:
         unpack_by_torch(payload, buffers, rows, layout)
@@ -167,14 +170,14 @@ def unpack_if_intact(
     """
     rows = _checked_for_unpacking(payload, buffers, pool_slots, tiers, layout)
     announced = None if prologue is None else encode_prologue(prologue)
-    if _backend_for(buffers, backend) == "triton":
+    if _backend_for(buffers, layout.table, backend) == "triton":
         return buffers.device_codec.unpack(payload, rows, layout, checksum, prologue)
     found = payload_checksum(payload)
     fits = announced is None or payload[: len(announced)].cpu().numpy().tobytes() == announced
     outcome = UnpackOutcome(found, found == checksum, fits)
     if outcome.written:
         unpack_by_torch(payload, buffers, rows, layout)
-        if buffers.device.type == "cuda":  # a pool that the kernels do not take
+        if buffers.device.type == "cuda":  # a pool or a precision that the kernels do not take
             torch.cuda.current_stream(buffers.device).synchronize()
     return Pending(lambda: outcome)
 
@@ -189,7 +192,7 @@ def warm_up_kernels(buffers: KVBuffers, geometry: KVGeometry, table: PrecisionTa
         PayloadError: buffers or table do not belong to the geometry.
     """
     buffers.check_geometry(geometry)
-    if _backend_for(buffers, None) != "triton":
+    if _backend_for(buffers, table, None) != "triton":
         return
     layout = plan_layout(geometry, table, [1] * table.tiers)
     scratch = torch.zeros(layout.total_bytes, dtype=torch.uint8, device=buffers.device)
@@ -281,14 +284,21 @@ def _check_memory(payload: torch.Tensor, buffers: KVBuffers) -> None:
         )
 
 
-def _backend_for(buffers: KVBuffers, backend: Backend | None) -> Backend:
+def why_not_kernels(buffers: KVBuffers, table: PrecisionTable) -> str | None:
+    """Why payloads of ``table`` go the way of torch on a GPU, or None if they do not."""
+    if buffers.unfit_for_kernels is not None:
+        return f"the kernels take {buffers.unfit_for_kernels}"
+    unproven = ", ".join(precision.name for precision in sorted(table.precisions & INTERPRETED_ONLY))
+    return f"the kernels of {unproven} have not been run on a GPU yet" if unproven else None
+
+
+def _backend_for(buffers: KVBuffers, table: PrecisionTable, backend: Backend | None) -> Backend:
     if backend == "torch" or (backend is None and buffers.device.type != "cuda"):
         return "torch"
     if backend not in ("triton", None):
         raise PayloadError(f'payload backend: expected "torch" or "triton", got {backend!r}')
-    unfit = buffers.unfit_for_kernels
-    if unfit is None:
-        return "triton"
     if backend is None:
-        return "torch"
-    raise PayloadError(f"payload backend: Triton kernels take {unfit}; use the torch backend")
+        return "torch" if why_not_kernels(buffers, table) else "triton"
+    if buffers.unfit_for_kernels is not None:
+        raise PayloadError(f"payload backend: Triton kernels take {buffers.unfit_for_kernels}; use the torch backend")
+    return "triton"

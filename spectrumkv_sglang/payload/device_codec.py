@@ -7,15 +7,16 @@ whether the payload was intact) comes back the same way.
 An unpack sums the payload up in a launch of its own, and the launches that write the pool look at the result first and
 write nothing unless it is the announced one. So a payload is read twice, once from the cache where it fits.
 
-Packing takes one launch for all precisions of all tiers whose segments are cut alike, so that the last tiles of one run
-beside the first of the next. Unpacking takes one for each: together they would need more registers than each alone.
+Packing takes one launch for all precisions of all tiers whose segments are cut alike (`device_plan`), so that the last
+tiles of one run beside the first of the next. Unpacking takes one for each: together they would need more registers
+than each alone.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -24,23 +25,19 @@ import numpy.typing as npt
 import torch
 
 from spectrumkv_sglang.kernels.checksum import POSITION_STEP, WORDS_PER_BLOCK, combine
-from spectrumkv_sglang.kernels.precision import Precision
 from spectrumkv_sglang.kernels.segment_group import (
     DIM_MULTIPLE,
-    GROUPS_PER_LAUNCH,
     TABLE_COLUMNS,
     UNIT_BYTES,
     GroupLaunch,
-    SegmentGroup,
 )
+from spectrumkv_sglang.payload.device_plan import LaunchPlan, LaunchPlanner
 from spectrumkv_sglang.payload.exchange import VERDICT_WORDS, Exchange, Pending, Result
 from spectrumkv_sglang.payload.layout import PayloadLayout
-from spectrumkv_sglang.payload.precision_table import PrecisionTable
 from spectrumkv_sglang.payload.prologue import PROLOGUE_BYTES, Prologue, encode_prologue
 
 _PROLOGUE_WORDS = PROLOGUE_BYTES // 8
 _SLOTS_AT = VERDICT_WORDS + _PROLOGUE_WORDS
-_PLANS = 64
 
 
 class UnpackOutcome(NamedTuple):
@@ -62,26 +59,6 @@ class UnpackOutcome(NamedTuple):
         return self.checksum_fits and self.prologue_fits
 
 
-class _Plan(NamedTuple):
-    """Launches of a layout: groups of each, and the table lines of all, in that order."""
-
-    launches: tuple[tuple[SegmentGroup, ...], ...]
-    table: npt.NDArray[np.int64]
-    longest_tail: int
-    """64-bit words of the longest parameters with the padding after them."""
-
-
-class _Skeleton(NamedTuple):
-    """Tier and group of every kind of segment that a precision table makes, and where segments belong.
-
-    Places are keyed by tier, layer, K or V, and first head; each is the index of a kind and the address of the
-    segment's first head in slot 0, in units of 16 bytes from the first key buffer.
-    """
-
-    kinds: tuple[tuple[int, SegmentGroup], ...]
-    places: dict[tuple[int, int, int, int], tuple[int, int]]
-
-
 class DeviceCodec:
     """Packs from and unpacks into one KV pool. Threads may share it; work is queued on their current streams.
 
@@ -96,8 +73,7 @@ class DeviceCodec:
         # One for each result that somebody still holds; it comes back when the result is dropped. No lock: a result may
         # be dropped while this object's is held.
         self._free: deque[Exchange] = deque()
-        self._plans: OrderedDict[tuple[PrecisionTable, tuple[int, ...], int, int], _Plan] = OrderedDict()
-        self._skeletons: dict[PrecisionTable, _Skeleton] = {}
+        self._planner = LaunchPlanner(*self._buffers)
         self._lock = threading.Lock()
 
     @staticmethod
@@ -133,7 +109,7 @@ class DeviceCodec:
         from spectrumkv_sglang.kernels.triton_pack import pack_groups
 
         payload = out[: layout.total_bytes].view(torch.int64)
-        plan = self._plan(layout)
+        plan = self._planner.plan(layout)
         with self._lock:
             exchange = self._upload(rows, plan, payload.numel(), 0, prologue)
             try:
@@ -171,7 +147,7 @@ class DeviceCodec:
         from spectrumkv_sglang.kernels.triton_unpack import unpack_groups
 
         words = payload.view(torch.int64)
-        plan = self._plan(layout)
+        plan = self._planner.plan(layout)
         announced_sum = 0 if checksum is None else checksum - words.numel() * POSITION_STEP
         with self._lock:
             exchange = self._upload(rows, plan, words.numel(), announced_sum, prologue)
@@ -190,13 +166,13 @@ class DeviceCodec:
 
     def launches(self, rows: npt.NDArray[np.int64], layout: PayloadLayout) -> list[GroupLaunch]:
         """The launches of a payload, on memory of their own: what a benchmark times."""
-        plan = self._plan(layout)
+        plan = self._planner.plan(layout)
         words = np.concatenate((np.zeros(_table_at(rows.size)), plan.table.reshape(-1))).astype(np.int64)
         words[_SLOTS_AT : _SLOTS_AT + rows.size] = rows
         return _launches(plan, torch.from_numpy(words).to(self._device), rows.size)
 
     def _upload(
-        self, rows: npt.NDArray[np.int64], plan: _Plan, words: int, announced_sum: int, prologue: Prologue | None
+        self, rows: npt.NDArray[np.int64], plan: LaunchPlan, words: int, announced_sum: int, prologue: Prologue | None
     ) -> Exchange:
         try:
             exchange = self._free.popleft()
@@ -225,89 +201,13 @@ class DeviceCodec:
         weakref.finalize(pending, self._free.append, exchange).atexit = False
         return pending
 
-    def _plan(self, layout: PayloadLayout) -> _Plan:
-        # The table's hash is cached; two geometries of one table differ at most in their head dimensions here.
-        key = (layout.table, layout.rows_per_tier, layout.geometry.head_dim, layout.geometry.v_head_dim)
-        with self._lock:
-            plan = self._plans.get(key)
-            if plan is not None:
-                self._plans.move_to_end(key)
-                return plan
-        plan = self._make_plan(layout)
-        with self._lock:
-            self._plans[key] = plan
-            while len(self._plans) > _PLANS:
-                self._plans.popitem(last=False)
-        return plan
-
-    def _make_plan(self, layout: PayloadLayout) -> _Plan:
-        skeleton = self._skeleton(layout)
-        lines: list[list[tuple[int, ...]]] = [[] for _ in skeleton.kinds]
-        ends = [segment.codes_offset for segment in layout.segments[1:]] + [layout.total_bytes] * bool(layout.segments)
-        for segment, end in zip(layout.segments, ends, strict=True):
-            kind, start = skeleton.places[segment.tier, segment.layer, segment.kv, segment.head_lo]
-            codes, params = segment.codes_offset // UNIT_BYTES, segment.params_offset // UNIT_BYTES
-            lines[kind].append((start, codes, params, end // UNIT_BYTES))
-        first_rows = np.cumsum((0, *layout.rows_per_tier)).tolist()
-        groups = [
-            group._replace(first_row=first_rows[tier], rows=layout.rows_per_tier[tier], segments=len(table))
-            for (tier, group), table in zip(skeleton.kinds, lines, strict=True)
-        ]
-        launches: list[list[SegmentGroup]] = []
-        for group in groups:
-            last = launches[-1] if launches else []
-            if last and len(last) < GROUPS_PER_LAUNCH and _alike(last[0]) == _alike(group):
-                last.append(group)
-            else:
-                launches.append([group])
-        table_of_all = np.array([line for table in lines for line in table], dtype=np.int64)
-        table_of_all = table_of_all.reshape(-1, TABLE_COLUMNS)
-        tails = (table_of_all[:, 3] - table_of_all[:, 2]) * (UNIT_BYTES // 8)
-        return _Plan(tuple(map(tuple, launches)), table_of_all, int(tails.max(initial=0)))
-
-    def _skeleton(self, layout: PayloadLayout) -> _Skeleton:
-        """What all layouts of a precision table have in common; kinds that may share a launch come in a row."""
-        table = layout.table
-        skeleton = self._skeletons.get(table)
-        if skeleton is not None:
-            return skeleton
-        base = self._buffers[0][0].data_ptr()
-        found: dict[tuple[int, int, int, int], tuple[tuple[int, SegmentGroup], int]] = {}
-        for tier in range(table.tiers):
-            for layer in range(table.layers):
-                for kv in (0, 1):
-                    buffer = self._buffers[kv][layer]
-                    for lo, hi, precision in table.head_runs(tier, layer, kv):
-                        group = _group_of(buffer, precision, hi - lo)
-                        start = (buffer.data_ptr() - base) // UNIT_BYTES + lo * group.head_stride
-                        found[tier, layer, kv, lo] = (tier, group), start
-        unique = dict.fromkeys(kind for kind, _ in found.values())
-        kinds = sorted(unique, key=lambda kind: (_alike(kind[1]), kind[0]))
-        index = {kind: i for i, kind in enumerate(kinds)}
-        skeleton = _Skeleton(tuple(kinds), {place: (index[kind], start) for place, (kind, start) in found.items()})
-        with self._lock:
-            if len(self._skeletons) >= _PLANS:
-                self._skeletons.clear()
-            self._skeletons[table] = skeleton
-        return skeleton
-
-
-def _group_of(buffer: torch.Tensor, precision: Precision, heads: int) -> SegmentGroup:
-    slot_stride, head_stride = (stride * buffer.element_size() // UNIT_BYTES for stride in buffer.stride()[:2])
-    return SegmentGroup(precision, buffer.dtype, heads, buffer.shape[2], slot_stride, head_stride)
-
-
-def _alike(group: SegmentGroup) -> tuple[int, ...]:
-    """What groups of one launch agree in, beside the element type."""
-    return group.heads, group.dim, group.slot_stride, group.head_stride
-
 
 def _table_at(rows: int) -> int:
     """Where the segment table lies: at an even word, because kernels are compiled for the alignment of an address."""
     return _SLOTS_AT + rows + rows % 2
 
 
-def _launches(plan: _Plan, words: torch.Tensor, rows: int) -> list[GroupLaunch]:
+def _launches(plan: LaunchPlan, words: torch.Tensor, rows: int) -> list[GroupLaunch]:
     """The launches of a plan on what was uploaded."""
     launches = []
     slots = words[_SLOTS_AT : _SLOTS_AT + rows]

@@ -2,7 +2,8 @@
 
 A payload is the prologue, then for each layer its K block and its V block. A block starts on a 256-byte boundary and
 holds, for each tier that has rows and each run of heads of one precision, the codes ``[rows, heads, c]`` and then the
-parameters ``[rows, heads, p]`` (float16), each on a 16-byte boundary. Rows of one tier keep the order of the chunk.
+parameters (float16, of the quantiser's ``param_shape``), each on a 16-byte boundary. Rows of one tier keep the order of
+the chunk.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from spectrumkv_sglang.kernels.precision import Precision
+from spectrumkv_sglang.kernels.precision import CHANNEL_BLOCK_ROWS, Precision
 from spectrumkv_sglang.kernels.quantisers import quantiser_for
 from spectrumkv_sglang.payload.errors import PayloadError
 from spectrumkv_sglang.payload.geometry import KVGeometry
@@ -88,7 +89,7 @@ class PayloadLayout:
                     if not rows:
                         continue
                     for lo, hi, precision in self.table.head_runs(tier, layer, kv):
-                        codes, params = _array_bytes(self.geometry, kv, precision, rows, hi - lo)
+                        codes, params = _array_bytes(self.geometry, _Kind(tier, kv, precision, hi - lo), rows)
                         params_at = _align(offset + codes, ARRAY_ALIGNMENT)
                         where = (tier, layer, kv, lo, hi, precision, rows, row_start)
                         segments.append(Segment(*where, offset, codes, params_at, params))
@@ -121,18 +122,22 @@ def payload_bytes(geometry: KVGeometry, table: PrecisionTable, rows_per_tier: Se
 
 
 def bytes_per_row(geometry: KVGeometry, table: PrecisionTable) -> npt.NDArray[np.int64]:
-    """Codes and parameters of one row of each tier, int64 [tiers], in bytes and without alignment."""
+    """Codes and parameters of one row of each tier, int64 [tiers], in bytes and without alignment.
+
+    A row that shares its parameters with the others of a block bears its part of a full block's; the sum over all
+    layers and heads is rounded up, so that it is less than one byte too much.
+    """
     table.check_geometry(geometry)
     cost = np.zeros(table.tiers, dtype=np.int64)
     census = _census(geometry, table)
     for index, kind in enumerate(census.kinds):
         occurrences = int(census.kinds_per_block[:, index] @ census.block_counts)
-        cost[kind.tier] += occurrences * sum(_array_bytes(geometry, kind.kv, kind.precision, 1, kind.heads))
-    return cost
+        cost[kind.tier] += occurrences * sum(_array_bytes(geometry, kind, CHANNEL_BLOCK_ROWS))
+    return -(-cost // CHANNEL_BLOCK_ROWS)
 
 
 def max_padding_bytes(geometry: KVGeometry, table: PrecisionTable, tiers_used: Iterable[int]) -> int:
-    """Most bytes that one payload can spend on prologue and alignment.
+    """Most bytes that one payload can spend on prologue, alignment, and blocks of rows that are not full.
 
     Args:
         geometry: KV geometry of the rank.
@@ -146,7 +151,7 @@ def max_padding_bytes(geometry: KVGeometry, table: PrecisionTable, tiers_used: I
     used = set(tiers_used)
     census = _census(geometry, table)
     # Every array is padded to a multiple of 16 bytes, so a block wants at most 240 more for its 256.
-    slack = np.array([_array_slack(geometry, kind) if kind.tier in used else 0 for kind in census.kinds])
+    slack = np.array([_segment_slack(geometry, kind) if kind.tier in used else 0 for kind in census.kinds])
     per_block = census.kinds_per_block @ slack + (BLOCK_ALIGNMENT - ARRAY_ALIGNMENT)
     return PROLOGUE_BYTES + int(per_block @ census.block_counts)
 
@@ -189,23 +194,26 @@ def _census(geometry: KVGeometry, table: PrecisionTable) -> _Census:
     return _Census(tuple(index), kinds_per_block, np.array(list(blocks.values()), dtype=np.int64))
 
 
-def _array_bytes(geometry: KVGeometry, kv: int, precision: Precision, rows: int, heads: int) -> tuple[int, int]:
-    quantiser = quantiser_for(precision)
-    codes = quantiser.code_bytes(rows, heads, geometry.dim_of(kv), geometry.itemsize)
-    return codes, quantiser.param_bytes(rows, heads)
+def _array_bytes(geometry: KVGeometry, kind: _Kind, rows: int) -> tuple[int, int]:
+    """Bytes of the codes and of the parameters of one segment of ``rows`` rows."""
+    quantiser, dim = quantiser_for(kind.precision), geometry.dim_of(kind.kv)
+    codes = quantiser.code_bytes(rows, kind.heads, dim, geometry.itemsize)
+    return codes, quantiser.param_bytes(rows, kind.heads, dim)
 
 
 def _padded_bytes(geometry: KVGeometry, kind: _Kind, rows: int) -> int:
     if not rows:
         return 0
-    codes, params = _array_bytes(geometry, kind.kv, kind.precision, rows, kind.heads)
+    codes, params = _array_bytes(geometry, kind, rows)
     return _align(codes, ARRAY_ALIGNMENT) + _align(params, ARRAY_ALIGNMENT)
 
 
-def _array_slack(geometry: KVGeometry, kind: _Kind) -> int:
-    """Most padding bytes of one segment: an array of a multiple of 2^k bytes wants at most 16 - 2^k."""
-    sizes = _array_bytes(geometry, kind.kv, kind.precision, 1, kind.heads)
-    return sum(ARRAY_ALIGNMENT - int(np.gcd(size, ARRAY_ALIGNMENT)) for size in sizes)
+def _segment_slack(geometry: KVGeometry, kind: _Kind) -> int:
+    """Most bytes of one segment beyond those of its rows: an array of a multiple of 2^k bytes wants at most 16 - 2^k,
+    and a block of one row as many parameters as a full one."""
+    codes, params = _array_bytes(geometry, kind, 1)
+    unshared = params - params // quantiser_for(kind.precision).block_rows
+    return unshared + sum(ARRAY_ALIGNMENT - int(np.gcd(size, ARRAY_ALIGNMENT)) for size in (codes, params))
 
 
 def _check_rows(geometry: KVGeometry, table: PrecisionTable, rows_per_tier: Sequence[int]) -> tuple[int, ...]:

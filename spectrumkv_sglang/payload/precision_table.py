@@ -44,7 +44,7 @@ class PrecisionTable:
             raise PayloadError(f"precision table: expected shape [tiers, layers, 2, kv_heads], got {values.shape}")
         if values.shape[0] > MAX_TIERS:
             raise PayloadError(f"precision table: at most {MAX_TIERS} tiers, got {values.shape[0]}")
-        unknown = values[values > max(Precision)]
+        unknown = values[~np.isin(values, [*Precision])]
         if unknown.size:
             known = ", ".join(f"{p.value} ({p.name})" for p in Precision)
             raise PayloadError(f"precision table: unknown precision {unknown[0]}, this build knows {known}")
@@ -71,6 +71,11 @@ class PrecisionTable:
     def kv_heads(self) -> int:
         """Number of KV heads."""
         return int(self._values.shape[3])
+
+    @cached_property
+    def precisions(self) -> frozenset[Precision]:
+        """Precisions that some cell has."""
+        return frozenset(Precision(int(value)) for value in np.unique(self._values))
 
     def check_geometry(self, geometry: KVGeometry) -> None:
         """Raise PayloadError if the table's layers or heads are not those of ``geometry``."""

@@ -62,8 +62,9 @@ def cut_into_subchunks(
     rows_before = np.zeros((pages + 1, table.tiers), dtype=np.int64)
     for tier in range(table.tiers):
         np.cumsum(np.add.reduceat(tiers == tier, page_ends[:-1], dtype=np.int64), out=rows_before[1:, tier])
-    # Without prologue and alignment; these take at most `padding` more.
+    # Without what `padding` counts at most; a row may take up to one byte less than its share says.
     bytes_before = rows_before @ bytes_per_row(geometry, table)
+    least_before = bytes_before - page_ends
     padding = max_padding_bytes(geometry, table, np.flatnonzero(rows_before[-1]).tolist())
 
     def size_between(start: int, end: int) -> tuple[tuple[int, ...], int]:
@@ -73,9 +74,9 @@ def cut_into_subchunks(
     subchunks: list[SubChunk] = []
     start = 0
     while start < pages:
-        full = bytes_before[start] + slot_bytes
-        fits, too_many = np.searchsorted(bytes_before, (full - padding, full), side="right").tolist()
-        fits = max(start, fits - 1)
+        surely = int(np.searchsorted(bytes_before, bytes_before[start] + slot_bytes - padding, side="right"))
+        fits = max(start, surely - 1)
+        too_many = int(np.searchsorted(least_before, least_before[start] + slot_bytes, side="right"))
         size = None
         while too_many - fits > 1:
             end = (fits + too_many) // 2

@@ -27,7 +27,7 @@ def pack_by_torch(buffers: KVBuffers, rows: npt.NDArray[np.int64], layout: Paylo
             block = (segment.layer, segment.kv)
             gathered = torch.index_select(buffers.of(*block), 0, index)
         part = gathered[segment.row_start : segment.row_start + segment.rows, segment.head_lo : segment.head_hi]
-        codes_out, params_out = _arrays(out, segment)
+        codes_out, params_out = _arrays(out, segment, part.shape[2])
         if segment.precision is Precision.NATIVE:
             codes_out.view(part.dtype).copy_(part)
             continue
@@ -49,7 +49,7 @@ def unpack_by_torch(
     ]
     last = len(layout.segments) - 1
     for number, segment in enumerate(layout.segments):
-        codes, params = _arrays(payload, segment)
+        codes, params = _arrays(payload, segment, geometry.dim_of(segment.kv))
         part = quantiser_for(segment.precision).dequantise(codes, params, dtype)
         block = gathered[segment.kv]
         block[segment.row_start : segment.row_start + segment.rows, segment.head_lo : segment.head_hi] = part
@@ -58,9 +58,9 @@ def unpack_by_torch(
             buffers.of(segment.layer, segment.kv).index_copy_(0, index, block)
 
 
-def _arrays(payload: torch.Tensor, segment: Segment) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes uint8 [rows, heads, c] and parameters float16 [rows, heads, p] of a segment, as views of the payload."""
-    shape = (segment.rows, segment.heads, -1)
-    codes = payload[segment.codes_offset : segment.codes_offset + segment.codes_bytes].view(shape)
+def _arrays(payload: torch.Tensor, segment: Segment, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes uint8 [rows, heads, c] and float16 parameters of a segment, as views of the payload."""
+    codes = payload[segment.codes_offset : segment.codes_offset + segment.codes_bytes]
     params = payload[segment.params_offset : segment.params_offset + segment.params_bytes].view(torch.float16)
-    return codes, params.view(segment.rows, segment.heads, params.numel() // (segment.rows * segment.heads))
+    param_shape = quantiser_for(segment.precision).param_shape(segment.rows, segment.heads, head_dim)
+    return codes.view(segment.rows, segment.heads, -1), params.view(param_shape)

@@ -133,5 +133,8 @@ def _advice(scores: Mapping[str, GateScores], thresholds: Thresholds) -> tuple[s
     values = scores.get(policies.LOW_VALUES)
     keys = scores.get(policies.LOW_KEYS)
     if keys is not None and values is not None and thresholds.failures(keys) and not thresholds.failures(values):
-        return ("the loss comes from the keys, low-precision values alone pass: probe again with --profile k8v4",)
+        return (
+            "the loss comes from the keys, low-precision values alone pass: probe again with --profile balanced (INT4 "
+            "keys with a scale per channel), or k8v4",
+        )
     return ("serve with the tiers that are allowed, or probe with a profile whose low tier keeps more bits",)

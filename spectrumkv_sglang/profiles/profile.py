@@ -16,7 +16,7 @@ import yaml
 from numpy.typing import NDArray
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError, model_validator
 
-from spectrumkv_sglang.kernels.precision import Precision
+from spectrumkv_sglang.kernels.precision import CHANNEL_BLOCK_ROWS, Precision
 from spectrumkv_sglang.kernels.quantisers import quantiser_for
 from spectrumkv_sglang.payload.geometry import KVGeometry
 from spectrumkv_sglang.payload.precision_table import PrecisionTable
@@ -95,7 +95,9 @@ class Profile(_Strict):
     """What precision each (tier, layer, K|V, KV head) travels in.
 
     HIGH must be defined; MID and LOW may be missing. Layer overrides apply in file order, then head overrides; a later
-    one wins. At no cell may a lower tier take more bytes than a higher one.
+    one wins. At no cell may a lower tier take more bytes than a higher one. Beside lower tiers, HIGH holds precisions
+    whose rows decode by themselves: rows are put there because they must not share scales with others. A profile of
+    one tier, as probes judge each tier, may hold any.
     """
 
     name: Annotated[str, Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
@@ -114,6 +116,7 @@ class Profile(_Strict):
             for tier in override.tiers or ():
                 if tier not in self.tiers:
                     raise ValueError(f"an override names tier {tier.label}, which the profile does not define")
+        self._refuse_high_in_blocks()
         self._refuse_costlier_lower_tier()
         return self
 
@@ -189,13 +192,30 @@ class Profile(_Strict):
                 f"{extent - 1} on this rank): use a profile made for this model"
             )
 
-    def _refuse_costlier_lower_tier(self) -> None:
+    def _any_model_cells(self) -> NDArray[np.uint8]:
+        """Cells with room for a first, a last and an ordinary layer and head."""
         layers, heads = self._extent()
-        cells = self._cells(layers + 2, heads + 1)  # room for a first, a last and an ordinary layer and head
+        return self._cells(layers + 2, heads + 1)
+
+    def _refuse_high_in_blocks(self) -> None:
+        if len(self.tiers) == 1:
+            return
+        for value in np.unique(self._any_model_cells()[Tier.HIGH]):
+            precision = Precision(int(value))
+            rows = quantiser_for(precision).block_rows
+            if rows > 1:
+                raise ValueError(
+                    f"tier high travels in {_label(precision)}, where {rows} rows share scales: sink tokens, and the "
+                    "unused slots of a last page, would spoil the rows beside them; give high native, int8, fp8 or int4"
+                )
+
+    def _refuse_costlier_lower_tier(self) -> None:
+        cells = self._any_model_cells()
         cost = np.zeros(max(Precision) + 1, dtype=np.int64)
         for precision in Precision:
             quantiser = quantiser_for(precision)
-            cost[precision] = quantiser.code_bytes(1, 1, 128, 2) + quantiser.param_bytes(1, 1)
+            rows = CHANNEL_BLOCK_ROWS  # so that shared parameters count with a row's share
+            cost[precision] = quantiser.code_bytes(rows, 1, 128, 2) + quantiser.param_bytes(rows, 1, 128)
         for higher, lower in zip(self.tiers_defined, self.tiers_defined[1:], strict=False):
             if (cost[cells[lower]] > cost[cells[higher]]).any():
                 raise ValueError(f"tier {lower.label} takes more bytes than {higher.label}: lower tiers save bytes")

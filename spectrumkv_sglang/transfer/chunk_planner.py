@@ -10,9 +10,10 @@ import numpy as np
 from spectrumkv_sglang.config import SpectrumKVConfig
 from spectrumkv_sglang.importance.scorers import RuleScorer, Scorer
 from spectrumkv_sglang.importance.scores import SlotScores
+from spectrumkv_sglang.kernels.quantisers import quantiser_for
 from spectrumkv_sglang.observability.reasons import Reason
 from spectrumkv_sglang.payload.precision_table import PrecisionTable
-from spectrumkv_sglang.profiles.chunk_plan import ChunkPlan, plan_chunk, protected_rows
+from spectrumkv_sglang.profiles.chunk_plan import ChunkPlan, last_page_rows, plan_chunk, protected_rows
 from spectrumkv_sglang.profiles.profile import Profile, load_profile
 from spectrumkv_sglang.profiles.tier import Tier
 from spectrumkv_sglang.transfer.pool_view import PoolView
@@ -55,6 +56,11 @@ class _Policy:
 
     table: PrecisionTable
     usable_tiers: tuple[Tier, ...]
+
+    @property
+    def rows_share_parameters(self) -> bool:
+        """Whether some precision of the table has scales that several rows share."""
+        return any(quantiser_for(precision).block_rows > 1 for precision in self.table.precisions)
 
 
 class ChunkPlanner:
@@ -109,11 +115,16 @@ class ChunkPlanner:
         budget = sent_before.budget_of_next(rows * self._view.geometry.native_bytes_per_token, self._config.budget)
         ours = self._policy(self._config.allowed_tiers)
         both = self._policy(tuple(tier for tier in self._config.allowed_tiers if tier in peer_allowed_tiers))
+        forced = sinks
+        page_size = self._view.geometry.page_size
+        if page_size > 1 and both.rows_share_parameters:
+            # Unused slots of the last page hold garbage, which would spoil the scales of the rows beside them.
+            forced = sinks | last_page_rows(first_position, rows, prompt_tokens, page_size)
         nothing_to_choose = len(both.usable_tiers) == 1
         importance = (
             np.ones(rows, np.float32) if nothing_to_choose else self._importance(room, pages, first_position, rows)
         )
-        plan = self._plan(importance, both.table, budget, slot_bytes, sinks, both.usable_tiers, preferred=recent)
+        plan = self._plan(importance, both.table, budget, slot_bytes, forced, both.usable_tiers, preferred=recent)
         missed = len(both.usable_tiers) > 1 and not plan.reachable
         reason = Reason.TIERED if both.usable_tiers == ours.usable_tiers else Reason.PEER_FORBIDS_TIER
         return PlannedChunk(plan, both.table, self._profile.name, reason, missed)

@@ -11,7 +11,8 @@ from spectrumkv_sglang.kernels.precision import Precision
 from spectrumkv_sglang.kernels.quantisers import quantiser_for
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-LOSSY = [Precision.INT8, Precision.FP8_E4M3, Precision.INT4]
+ROW_WISE = [Precision.INT8, Precision.FP8_E4M3, Precision.INT4]
+LOSSY = [*ROW_WISE, Precision.INT4_CHANNEL]
 
 every_precision = pytest.mark.parametrize("precision", list(Precision), ids=lambda p: p.name)
 every_lossy = pytest.mark.parametrize("precision", LOSSY, ids=lambda p: p.name)
@@ -29,7 +30,11 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 @every_precision
 @every_dtype
-@given(rows=st.integers(1, 9), heads=st.integers(1, 5), dim=st.sampled_from([8, 24, 40, 64, 80, 128]))
+@given(
+    rows=st.one_of(st.integers(1, 9), st.integers(120, 270)),
+    heads=st.integers(1, 5),
+    dim=st.sampled_from([8, 24, 40, 64, 80, 128]),
+)
 @settings(max_examples=15, deadline=None)
 def test_arrays_have_the_announced_sizes(
     precision: Precision, dtype: torch.dtype, rows: int, heads: int, dim: int
@@ -38,9 +43,9 @@ def test_arrays_have_the_announced_sizes(
     x = torch.randn(rows, heads, dim).to(dtype)
     codes, params = quantiser.quantise(x)
     assert (codes.dtype, codes.shape[:2]) == (torch.uint8, (rows, heads))
-    assert (params.dtype, params.shape) == (torch.float16, (rows, heads, quantiser.params_per_row))
+    assert (params.dtype, params.shape) == (torch.float16, quantiser.param_shape(rows, heads, dim))
     assert codes.numel() == quantiser.code_bytes(rows, heads, dim, dtype.itemsize)
-    assert params.numel() * 2 == quantiser.param_bytes(rows, heads)
+    assert params.numel() * 2 == quantiser.param_bytes(rows, heads, dim)
     restored = quantiser.dequantise(codes, params, dtype)
     assert (restored.dtype, restored.shape) == (dtype, x.shape)
 
@@ -83,7 +88,7 @@ def test_relative_distortion_is_what_gaussian_rows_show(precision: Precision) ->
     assert measured == pytest.approx(quantiser_for(precision).relative_distortion, rel=0.03)
 
 
-@every_lossy
+@pytest.mark.parametrize("precision", ROW_WISE, ids=lambda p: p.name)
 @every_dtype
 def test_non_finite_elements_poison_neither_their_row_nor_others(precision: Precision, dtype: torch.dtype) -> None:
     clean = torch.randn(6, 2, 16).to(dtype)
@@ -146,6 +151,67 @@ def test_int4_puts_even_elements_in_the_low_nibble() -> None:
     codes, params = quantiser_for(Precision.INT4).quantise(x)
     assert codes.flatten().tolist() == [0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE]
     assert params.flatten().tolist() == [1.0, 0.0]
+
+
+@given(rows=st.sampled_from([2, 30, 128, 130, 256, 300]), seed=st.integers(0, 2**31), broken=st.booleans())
+@every_dtype
+@settings(max_examples=20, deadline=None)
+def test_int4_channel_is_int4_along_the_rows_of_each_block(
+    dtype: torch.dtype, rows: int, seed: int, broken: bool
+) -> None:
+    """An even number of rows can be turned, so that INT4 sees a channel of a block as its row."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, 3, 24, generator=generator) * 10.0 ** torch.randint(-4, 5, (1, 3, 24), generator=generator)
+    if broken:
+        for value in (float("nan"), float("inf"), float("-inf")):
+            x[torch.rand(x.shape, generator=generator) < 0.02] = value
+    x = x.to(dtype)
+    turned = [block.permute(2, 1, 0).contiguous() for block in x.split(128)]
+    expected = torch.cat([round_trip(Precision.INT4, block).permute(2, 1, 0) for block in turned])
+    assert torch.equal(bits(round_trip(Precision.INT4_CHANNEL, x)), bits(expected))
+
+
+@every_dtype
+def test_int4_channel_keeps_non_finite_elements_to_their_channel_of_their_block(dtype: torch.dtype) -> None:
+    clean = torch.randn(300, 2, 16).to(dtype)
+    broken = clean.clone()
+    broken[130, 0, 3], broken[131, 0, 4], broken[290, 1, 5] = float("nan"), float("inf"), float("-inf")
+    restored = round_trip(Precision.INT4_CHANNEL, broken)
+    assert bool(torch.isfinite(restored).all())
+    touched = torch.zeros(300, 2, 16, dtype=torch.bool)
+    touched[128:256, 0, 3:5] = touched[256:, 1, 5] = True
+    assert torch.equal(restored[~touched], round_trip(Precision.INT4_CHANNEL, clean)[~touched])
+    finite = torch.isfinite(broken)
+    bound = quantiser_for(Precision.INT4_CHANNEL).error_bound(broken)
+    assert bool(((restored.double() - broken.double()).abs() <= bound)[finite].all())
+    assert restored[131, 0, 4] == restored[128:256, 0, 4].max()
+    assert restored[290, 1, 5] == restored[256:, 1, 5].min()
+
+
+def test_int4_channel_resolves_small_channels_beside_large_ones() -> None:
+    """What it is for: keys with a few channels that are large in every token."""
+    x = torch.randn(256, 1, 64)
+    x[:, :, 7] = 100.0 + x[:, :, 7]
+    ordinary = torch.arange(64) != 7
+    by_row, by_channel = (
+        (round_trip(precision, x) - x)[..., ordinary].square().mean().item()
+        for precision in (Precision.INT4, Precision.INT4_CHANNEL)
+    )
+    assert by_channel < 0.02 < 0.5 < by_row
+
+
+def test_int4_channel_states_scales_of_all_channels_then_zeros_of_each_block() -> None:
+    x = torch.zeros(131, 1, 4)
+    x[:, 0, 1] = torch.arange(131) % 16 * 2.0  # blocks of rows 0 to 127 and 128 to 130
+    x[:, 0, 2] = -3.0
+    codes, params = quantiser_for(Precision.INT4_CHANNEL).quantise(x)
+    assert params.tolist() == [
+        [[[0.0, 2.0, 0.0, 0.0], [0.0, 0.0, -3.0, 0.0]]],
+        [[[0.0, float(torch.tensor(4 / 15).half()), 0.0, 0.0], [0.0, 0.0, -3.0, 0.0]]],
+    ]
+    assert codes[:17, 0, 0].tolist() == [*range(0, 256, 16), 0]
+    assert codes[128:, 0, 0].tolist() == [0x00, 0x80, 0xF0]
+    assert not codes[:, 0, 1].any()
 
 
 def test_int8_rounds_ties_to_even() -> None:

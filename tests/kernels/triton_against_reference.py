@@ -67,6 +67,24 @@ def ordinary_pool(slots: int, heads: int, dim: int, dtype: torch.dtype, seed: in
     return x.to(dtype)
 
 
+def pool_of_channels(slots: int, heads: int, dim: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Channels of a spread and an offset each, with exact ties and zeros of both signs; no row is like the others.
+
+    Blocks of many rows take the fast path, but those with one of the first four slots: they hold NaN and infinities.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    spread, offset = torch.rand(heads, dim, generator=generator) * 3 + 0.1, torch.randn(heads, dim, generator=generator)
+    x = torch.randn(slots, heads, dim, generator=generator) * spread + offset * 4
+    slot = torch.arange(slots)[:, None]
+    x[..., 0] = torch.where(slot % 2 == 0, 0.0, -0.0)
+    x[..., 1] = slot % 31 / 2
+    x[..., dim - 1] = (slot % 31 / 2 - 7.5) / 8
+    x[0] = float("nan")
+    x[1, 0, 2::4], x[2, 0, 3::4] = float("inf"), float("-inf")
+    x[3, :, dim // 2] = float("nan")
+    return x.to(dtype)
+
+
 def bits(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view(torch.uint8).cpu()
 
@@ -104,8 +122,10 @@ class Case:
         return all(torch.equal(bits(a), bits(b)) for a, b in zip(ours, theirs, strict=True))
 
 
-def case_of(geometry: KVGeometry, table: npt.NDArray[np.uint8], rows: int, ordinary: bool = False) -> Case:
-    pool = ordinary_pool if ordinary else difficult_pool
+def case_of(
+    geometry: KVGeometry, table: npt.NDArray[np.uint8], rows: int, ordinary: bool = False, by_channel: bool = False
+) -> Case:
+    pool = pool_of_channels if by_channel else ordinary_pool if ordinary else difficult_pool
     dtype = getattr(torch, geometry.dtype)
     host = KVBuffers(
         [pool(rows + 11, geometry.kv_heads, geometry.head_dim, dtype, i) for i in range(geometry.layers)],
@@ -119,8 +139,12 @@ def case_of(geometry: KVGeometry, table: npt.NDArray[np.uint8], rows: int, ordin
     return Case(host, device, slots, tiers, plan_layout(geometry, PrecisionTable(table), counts))
 
 
+def random_table(seed: int, shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:
+    return np.random.default_rng(seed).choice(np.array(Precision, dtype=np.uint8), shape)
+
+
 def mixed_case(rows: int = 13) -> Case:
-    table = np.random.default_rng(0).integers(0, 4, (3, 2, 2, 3)).astype(np.uint8)
+    table = random_table(0, (3, 2, 2, 3))
     return case_of(KVGeometry(2, 3, 48, 64, 1, "bfloat16"), table, rows)
 
 
@@ -157,11 +181,11 @@ def test_one_precision(precision: Precision, dtype: torch.dtype, ordinary: bool,
 @every_dtype
 @pytest.mark.parametrize("rows", [1, 23])
 def test_tiers_and_heads_of_different_precisions(dtype: torch.dtype, rows: int) -> None:
-    table = np.random.default_rng(1).integers(0, 4, (3, 1, 2, 3)).astype(np.uint8)
+    table = random_table(1, (3, 1, 2, 3))
     check_both_directions(case_of(KVGeometry(1, 3, 32, 64, 1, str(dtype).removeprefix("torch.")), table, rows))
 
 
-@pytest.mark.parametrize("precision", [Precision.INT8, Precision.FP8_E4M3, Precision.INT4], ids=lambda p: p.name)
+@pytest.mark.parametrize("precision", list(Precision)[1:], ids=lambda p: p.name)
 def test_a_block_of_the_checksum_ends_within_quantised_rows(precision: Precision) -> None:
     # Native keys of 290 rows end 896 bytes before the first checksum block does; those of ten more rows follow.
     geometry = KVGeometry(1, 2, 112, 16, 1, "bfloat16")
@@ -173,6 +197,50 @@ def test_a_block_of_the_checksum_ends_within_quantised_rows(precision: Precision
     codes = layout.segments[1]
     assert codes.codes_offset < WORDS_PER_BLOCK * 8 < codes.codes_offset + codes.codes_bytes
     check_both_directions(replace(case, tiers=tiers, layout=layout))
+
+
+@every_dtype
+@pytest.mark.parametrize("rows", [1, 127, 128, 129, 300])
+def test_blocks_of_channels_that_are_full_and_that_are_not(dtype: torch.dtype, rows: int) -> None:
+    geometry = KVGeometry(1, 1, 64, 80, 1, str(dtype).removeprefix("torch."))
+    table = np.full((1, 1, 2, 1), Precision.INT4_CHANNEL, dtype=np.uint8)
+    check_both_directions(case_of(geometry, table, rows, by_channel=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("by_channel", [True, False], ids=["channels", "difficult"])
+def test_blocks_of_wide_heads(dtype: torch.dtype, by_channel: bool) -> None:
+    geometry = KVGeometry(1, 2, 128, 256, 1, str(dtype).removeprefix("torch."))
+    table = np.full((1, 1, 2, 2), Precision.INT4_CHANNEL, dtype=np.uint8)
+    check_both_directions(case_of(geometry, table, 150, by_channel=by_channel))
+
+
+@every_dtype
+def test_keys_by_channel_beside_values_by_row_below_native_and_int8_tiers(dtype: torch.dtype) -> None:
+    tiers = [
+        (Precision.NATIVE, Precision.NATIVE),
+        (Precision.INT8, Precision.INT8),
+        (Precision.INT4_CHANNEL, Precision.INT4),
+    ]
+    table = np.array(tiers, dtype=np.uint8)[:, None, :, None]
+    case = case_of(KVGeometry(1, 1, 64, 16, 1, str(dtype).removeprefix("torch.")), table, 134, by_channel=True)
+    counts = [3, 2, 129]
+    tiers_of_rows = np.random.default_rng(2).permutation(np.repeat(np.arange(3, dtype=np.uint8), counts))
+    layout = plan_layout(case.layout.geometry, case.layout.table, counts)
+    check_both_directions(replace(case, tiers=tiers_of_rows, layout=layout))
+    # The tiers without rows have no segments; the kernels stay the same.
+    layout = plan_layout(case.layout.geometry, case.layout.table, [134, 0, 0])
+    check_both_directions(replace(case, tiers=np.zeros(134, dtype=np.uint8), layout=layout))
+
+
+def test_a_block_of_channels_reaches_over_several_blocks_of_the_checksum() -> None:
+    geometry = KVGeometry(1, 17, 256, 16, 1, "bfloat16")
+    precisions = np.array([Precision.INT4_CHANNEL, Precision.NATIVE], dtype=np.uint8)
+    case = case_of(
+        geometry, np.broadcast_to(precisions[None, None, :, None], (1, 1, 2, 17)).copy(), 128, by_channel=True
+    )
+    assert case.layout.segments[0].codes_bytes > 2 * WORDS_PER_BLOCK * 8
+    check_both_directions(case)
 
 
 def test_no_rows_make_a_prologue_only() -> None:

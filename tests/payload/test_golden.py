@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from spectrumkv_sglang.kernels.checksum import payload_checksum
+from spectrumkv_sglang.kernels.quantisers import quantiser_for
 from spectrumkv_sglang.payload.codec import KVBuffers, read_prologue, unpack_payload
 from spectrumkv_sglang.payload.layout import plan_layout
 from spectrumkv_sglang.payload.tier_map import encode_tier_map
 
 MAKER = Path(__file__).parent / "golden" / "make_payload.py"
 VERSION_1 = MAKER.with_name("v1.bin")
+VERSION_1_CHANNEL = MAKER.with_name("v1-int4-channel.bin")
 CHECKSUM = 0xBC23AAD2A31136BB
 GEOMETRY_DIGEST = 0xBC0A880E3509FFA7
 TABLE_DIGEST = 0x32A158A6B9C7AA23
@@ -34,15 +36,41 @@ def maker() -> ModuleType:
     return module
 
 
+def read(path: Path) -> torch.Tensor:
+    return torch.from_numpy(np.fromfile(path, dtype=np.uint8))
+
+
 @pytest.fixture
 def golden() -> torch.Tensor:
-    return torch.from_numpy(np.fromfile(VERSION_1, dtype=np.uint8))
+    return read(VERSION_1)
 
 
 def test_this_build_still_writes_version_1(maker: ModuleType, golden: torch.Tensor) -> None:
     written = maker.payload()
     assert written.numel() == golden.numel()
     assert torch.nonzero(written != golden).flatten().tolist() == []
+
+
+def test_this_build_still_writes_and_reads_scales_that_rows_share(maker: ModuleType) -> None:
+    golden, written = read(VERSION_1_CHANNEL), maker.channel_payload()
+    assert written.numel() == golden.numel()
+    assert torch.nonzero(written != golden).flatten().tolist() == []
+    prologue = read_prologue(golden)
+    assert prologue.rows_per_tier == (4, 10, 135, 1)
+    tiers, pool_slots = maker.channel_rows()
+    layout = plan_layout(maker.GEOMETRY, maker.channel_table(), prologue.rows_per_tier)
+    assert prologue.total_bytes == layout.total_bytes == golden.numel()
+    sent = maker.buffers(len(tiers))
+    received = KVBuffers([torch.zeros_like(k) for k in sent.k], [torch.zeros_like(v) for v in sent.v])
+    unpack_payload(golden, received, pool_slots, tiers, layout)
+    for segment in layout.segments:
+        slots = pool_slots[tiers == segment.tier]
+        want, got = (
+            pool.of(segment.layer, segment.kv)[slots, segment.head_lo : segment.head_hi] for pool in (sent, received)
+        )
+        finite = torch.isfinite(want)
+        bound = quantiser_for(segment.precision).error_bound(want)
+        assert bool(((got.double() - want.double()).abs() <= bound)[finite].all())
 
 
 def test_this_build_still_reads_version_1(maker: ModuleType, golden: torch.Tensor) -> None:
@@ -72,7 +100,7 @@ def test_numbers_that_other_messages_carry_stay_the_same(maker: ModuleType, gold
 
 
 def test_the_golden_file_is_never_replaced(maker: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    before = VERSION_1.read_bytes()
+    before = [path.read_bytes() for path in (VERSION_1, VERSION_1_CHANNEL)]
     assert maker.main() == 1
-    assert "new FORMAT_VERSION" in capsys.readouterr().err
-    assert VERSION_1.read_bytes() == before
+    assert capsys.readouterr().err.count("new FORMAT_VERSION") == 2
+    assert [path.read_bytes() for path in (VERSION_1, VERSION_1_CHANNEL)] == before

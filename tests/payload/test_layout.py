@@ -32,8 +32,8 @@ def random_table(geometry: KVGeometry, tiers: int, seed: int) -> PrecisionTable:
     """Half of the tables differ by head, half only by tier and K|V."""
     generator = np.random.default_rng(seed)
     shape = (tiers, geometry.layers, 2, geometry.kv_heads)
-    by_head = generator.integers(0, len(Precision), shape)
-    by_tier = np.broadcast_to(generator.integers(0, len(Precision), (tiers, 1, 2, 1)), shape)
+    by_head = generator.choice([*Precision], shape)
+    by_tier = np.broadcast_to(generator.choice([*Precision], (tiers, 1, 2, 1)), shape)
     return PrecisionTable((by_head if seed % 2 else by_tier).astype(np.uint8))
 
 
@@ -56,7 +56,7 @@ def test_segments_cover_the_payload_without_overlap(geometry: KVGeometry, seed: 
         )
         codes_end = segment.codes_offset + segment.codes_bytes
         assert segment.params_offset == -(-codes_end // 16) * 16
-        assert segment.params_bytes == quantiser.param_bytes(segment.rows, segment.heads)
+        assert segment.params_bytes == quantiser.param_bytes(segment.rows, segment.heads, geometry.dim_of(segment.kv))
         end = segment.params_offset + segment.params_bytes
         assert segment.rows == rows[segment.tier] > 0
         assert segment.row_start == sum(rows[: segment.tier])
@@ -77,7 +77,9 @@ def test_sizes_agree_and_padding_is_bounded(
     assert total == plan_layout(geometry, table, rows).total_bytes
     padding = total - int(bytes_per_row(geometry, table) @ np.array(rows))
     used = [tier for tier, count in enumerate(rows) if count]
-    assert 256 <= padding <= max_padding_bytes(geometry, table, used)
+    # Rounding may count one byte a row too much, and only where rows share parameters.
+    rounding = sum(rows) * bool((table.values == Precision.INT4_CHANNEL).any())
+    assert 256 - rounding <= padding <= max_padding_bytes(geometry, table, used)
     more = list(rows)
     more[data.draw(st.integers(0, len(rows) - 1))] += data.draw(st.integers(0, 40))
     assert payload_bytes(geometry, table, more) >= total
@@ -89,6 +91,19 @@ def test_cost_of_a_row_counts_parameters() -> None:
     values[1], values[2] = Precision.INT8, Precision.INT4
     cost = bytes_per_row(geometry, PrecisionTable(values))
     assert cost.tolist() == [46_080, 180 * (64 + 2), 180 * (32 + 4)]
+
+
+def test_a_row_that_shares_parameters_bears_its_part_rounded_up() -> None:
+    geometry = KVGeometry(1, 1, 8, 40, 1, "float32")
+    values = np.full((2, 1, 2, 1), Precision.INT4_CHANNEL, np.uint8)
+    values[1, 0, 1] = Precision.NATIVE
+    # A full block of 128 rows: 128 rows x 8 / 2 and 8 x 4 bytes of keys, 128 x 40 / 2 and 40 x 4 bytes of values.
+    shared, keys_only = (512 + 32 + 2560 + 160) / 128, (512 + 32 + 128 * 160) / 128
+    cost = bytes_per_row(geometry, PrecisionTable(values))
+    assert cost.tolist() == [int(shared) + 1, int(keys_only) + 1]
+    # One row takes a block's parameters.
+    assert plan_layout(geometry, PrecisionTable(values), (1, 0)).segments[0].params_bytes == 32
+    assert plan_layout(geometry, PrecisionTable(values), (129, 0)).segments[0].params_bytes == 64
 
 
 def test_a_payload_without_rows_is_a_prologue() -> None:

@@ -53,7 +53,7 @@ def test_a_part_leaves_the_other_native(protected: Profile, part: str, kept: int
     assert (cells[:, 1 - kept] == Precision.NATIVE).all()
 
 
-@pytest.mark.parametrize("profile", ["spectrum", "k8v4"])
+@pytest.mark.parametrize("profile", ["spectrum", "k8v4", "balanced"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_judged_budget_uses_the_lowest_tier_where_it_can(profile: str, dtype: str) -> None:
     geometry = KVGeometry(layers=4, kv_heads=2, head_dim=128, v_head_dim=128, page_size=1, dtype=dtype)
@@ -74,6 +74,7 @@ def test_a_chosen_budget_below_the_middle_is_judged_as_it_is() -> None:
     ("profile", "names"),
     [
         ("spectrum", ("policy", "random", "mid", "low", "low_keys", "low_values")),
+        ("balanced", ("policy", "random", "mid", "low", "low_keys", "low_values")),
         ("spectrum-safe", ("policy", "random", "mid")),
         ("int8", ("policy", "high")),
         ("native-packed", ("policy",)),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from spectrumkv_sglang.payload.errors import PayloadError
 from spectrumkv_sglang.payload.geometry import KVGeometry
 from spectrumkv_sglang.payload.layout import payload_bytes
-from spectrumkv_sglang.profiles.chunk_plan import EXACT_SLOTS, ChunkPlan, plan_chunk, protected_rows
+from spectrumkv_sglang.profiles.chunk_plan import EXACT_SLOTS, ChunkPlan, last_page_rows, plan_chunk, protected_rows
 from spectrumkv_sglang.profiles.profile import load_profile, shipped_profiles
 from spectrumkv_sglang.profiles.tier import Tier
 
@@ -135,14 +135,16 @@ def test_long_chunks_are_searched_by_bounds_and_lose_little() -> None:
     assert (plans[0].tiers[4:] == Tier.LOW).all()
 
 
-def test_planning_8192_rows_takes_milliseconds() -> None:
+@pytest.mark.parametrize(("profile", "budget"), [("spectrum", 0.55), ("balanced", 0.55), ("balanced", 0.3)])
+def test_planning_8192_rows_takes_milliseconds_and_loses_little(profile: str, budget: float) -> None:
     geometry = KVGeometry(layers=32, kv_heads=8, head_dim=128, v_head_dim=128, page_size=1, dtype="bfloat16")
-    chunk = replace(smol_chunk(rows=8192), geometry=geometry)
+    chunk = replace(smol_chunk(rows=8192), geometry=geometry, profile=profile)
     seconds = []
     for _ in range(5):
         start = time.process_time()
-        chunk.plan(0.55)
+        plan = chunk.plan(budget)
         seconds.append(time.process_time() - start)
+        assert budget - 0.002 < plan.achieved <= budget
     assert min(seconds) < 0.05  # measured: 5 ms; loading the profile is part of this
 
 
@@ -177,6 +179,13 @@ def test_a_slot_below_one_page_names_the_bytes_needed() -> None:
 def test_an_empty_chunk_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one row"):
         smol_chunk(rows=0).plan(0.55)
+
+
+def test_the_last_page_of_a_chunked_prefill() -> None:
+    assert last_page_rows(first_position=0, rows=16, prompt_tokens=21, page_size=8).tolist() == [False] * 16
+    for prompt_tokens in (17, 24):
+        last = last_page_rows(first_position=8, rows=16, prompt_tokens=prompt_tokens, page_size=8)
+        assert last.tolist() == [False] * 8 + [True] * 8
 
 
 def test_protected_rows_of_a_chunked_prefill() -> None:

@@ -18,6 +18,7 @@ from spectrumkv_sglang.profiles.tier import Tier
 
 GEOMETRY = KVGeometry(layers=4, kv_heads=3, head_dim=64, v_head_dim=64, page_size=1, dtype="bfloat16")
 NATIVE, INT8, FP8, INT4 = Precision.NATIVE, Precision.INT8, Precision.FP8_E4M3, Precision.INT4
+INT4_CHANNEL = Precision.INT4_CHANNEL
 
 
 @pytest.mark.parametrize(
@@ -29,6 +30,7 @@ NATIVE, INT8, FP8, INT4 = Precision.NATIVE, Precision.INT8, Precision.FP8_E4M3, 
         ("spectrum", {Tier.HIGH: (NATIVE, NATIVE), Tier.MID: (INT8, INT8), Tier.LOW: (INT4, INT4)}),
         ("spectrum-safe", {Tier.HIGH: (NATIVE, NATIVE), Tier.MID: (INT8, INT8)}),
         ("k8v4", {Tier.HIGH: (NATIVE, NATIVE), Tier.MID: (INT8, INT8), Tier.LOW: (INT8, INT4)}),
+        ("balanced", {Tier.HIGH: (NATIVE, NATIVE), Tier.MID: (INT8, INT8), Tier.LOW: (INT4_CHANNEL, INT4)}),
     ],
 )
 def test_shipped_profile(name: str, expected: dict[Tier, tuple[Precision, Precision]]) -> None:
@@ -38,7 +40,7 @@ def test_shipped_profile(name: str, expected: dict[Tier, tuple[Precision, Precis
 
 
 def test_every_shipped_file_loads_under_its_own_name() -> None:
-    assert len(shipped_profiles()) >= 6
+    assert len(shipped_profiles()) >= 7
     for name in shipped_profiles():
         profile = load_profile(name)
         assert profile.name == name
@@ -78,6 +80,13 @@ tiers:
   mid: {keys: int8, values: int8}
   low: {keys: int4, values: int4}
 """
+
+
+def test_a_single_tier_may_share_scales_between_rows(tmp_path: Path) -> None:
+    path = write_profile(tmp_path, "name: x\ntiers: {high: {keys: int4_channel, values: int4}}")
+    table = load_profile(path).table(GEOMETRY).values
+    assert (table[:, :, 0] == INT4_CHANNEL).all()
+    assert (table[:, :, 1] == INT4).all()
 
 
 def test_overrides_by_layer_then_by_head(tmp_path: Path) -> None:
@@ -144,6 +153,8 @@ def test_a_profile_for_another_model_is_refused(tmp_path: Path, override: str, m
             "layer_overrides: [{layers: all, tiers: [low], keys: int4}]",
             "tier low, which the profile does not define",
         ),
+        (SPECTRUM.replace("keys: native", "keys: int4_channel"), "high travels in int4_channel, where 128 rows share"),
+        (SPECTRUM + "head_overrides: [{heads: [0], values: int4_channel}]", "unused slots of a last page, would spoil"),
         ("name: x\ntiers: {high: {keys: int4, values: int8}, low: {keys: int8, values: int4}}", "takes more bytes"),
     ],
 )

@@ -153,18 +153,21 @@ def assert_arrived(
     size, pool = source.geometry.page_size, rank.read_pool()
     rows = pool_slots_of_pages(np.array(pages, dtype=np.int64), size)
     room_rows = pool_slots_of_pages(np.array(room_pages, dtype=np.int64), size)
-    tiers = torch.zeros(len(rows), dtype=torch.uint8) if plan is None else torch.from_numpy(plan.plan.tiers)
     for layer, kv in itertools.product(range(source.geometry.layers), (0, 1)):
         sent, got = source.buffers.of(layer, kv)[rows], pool.of(layer, kv)[room_rows]
-        for tier in tiers.unique().tolist():
-            runs = [(0, sent.shape[1], Precision.NATIVE)] if plan is None else plan.table.head_runs(tier, layer, kv)
-            for low, high, precision in runs:
-                x, y = sent[tiers == tier, low:high], got[tiers == tier, low:high]
-                if precision is Precision.NATIVE:
-                    assert torch.equal(x, y), (layer, kv, tier)
-                else:
+        if plan is None:
+            assert torch.equal(sent, got), (layer, kv)
+            continue
+        # Rows that share parameters are those of one tier of one sub-chunk.
+        for subchunk in plan.plan.subchunks:
+            part = slice(subchunk.page_start * size, (subchunk.page_start + subchunk.page_count) * size)
+            tiers = torch.from_numpy(plan.plan.tiers[part])
+            for tier in tiers.unique().tolist():
+                for low, high, precision in plan.table.head_runs(tier, layer, kv):
+                    x, y = sent[part][tiers == tier, low:high], got[part][tiers == tier, low:high]
                     bound = quantiser_for(precision).error_bound(x)
                     assert bool(((x.float() - y.float()).abs() <= bound).all()), (layer, kv, tier)
+                    assert precision is not Precision.NATIVE or torch.equal(x, y), (layer, kv, tier)
 
 
 _rooms = itertools.count(1000)

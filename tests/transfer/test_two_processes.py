@@ -6,6 +6,7 @@ import contextlib
 import threading
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from conftest import MakePrefill, MakeRank, MakeRaw
@@ -13,8 +14,10 @@ from decode_peer import GEOMETRY, PeerRank, eventually
 from prefill_side import Outcome, PrefillSide, assert_arrived
 
 from spectrumkv_sglang.payload.geometry import KVGeometry
+from spectrumkv_sglang.profiles.tier import Tier
 from spectrumkv_sglang.transfer import chunk_sender
 from spectrumkv_sglang.transfer.messages import Close, Done, encode
+from spectrumkv_sglang.transfer.unpacking import pool_slots_of_pages
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -88,6 +91,37 @@ def test_lossy_profiles_stay_within_error_and_budget(
     assert 0 < record["achieved_b"] <= budget
     assert planned.plan.payload_bytes < record["wire_bytes"] <= planned.plan.wire_bytes
     assert sum(length for _, length in source.engine.writes) == planned.plan.payload_bytes
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(("dtype", "budget"), [("float32", 0.28), ("bfloat16", 0.36)])
+def test_scales_that_rows_share_arrive_within_error_and_budget(
+    make_rank: MakeRank, make_prefill: MakePrefill, dtype: str, budget: float, page_size: int
+) -> None:
+    geometry = replace(GEOMETRY, page_size=page_size, dtype=dtype)
+    rank = make_rank(geometry)
+    source = make_prefill(geometry, profile="balanced", budget=budget)
+    pages = source.some_pages(384 // page_size)
+    last = pool_slots_of_pages(np.array(pages[-1:]), page_size)[-3:] if page_size > 1 else []
+    for buffer in (*source.buffers.k, *source.buffers.v):
+        buffer[last] = 1000.0  # what an earlier prompt left in the unused slots of the last page
+    room_pages = rank.open_room(2, len(pages))
+    planned = source.plan(2, pages, rank.handshake.slot_bytes)
+
+    outcome = source.send(rank, 2, pages)
+
+    assert (outcome.code, outcome.reason) == (0, "tiered")
+    assert_arrived(source, pages, rank, room_pages, planned)
+    assert rank.is_untouched(but=room_pages)
+    record = outcome.record
+    assert record is not None
+    assert planned.plan.reachable
+    assert 0 < record["achieved_b"] <= budget
+    # Most rows share scales; those of the last page do not, or the 1000 would be all that its block resolves.
+    tiers = planned.plan.tiers
+    assert np.count_nonzero(tiers == Tier.LOW) > len(tiers) / 4
+    if page_size > 1:
+        assert (tiers[-page_size:] == Tier.HIGH).all()
 
 
 def test_chunks_of_a_room_fill_their_own_pages(make_rank: MakeRank, make_prefill: MakePrefill) -> None:

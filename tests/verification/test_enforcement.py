@@ -92,7 +92,7 @@ def test_eight_bits_in_high_and_mid_need_no_probe(profile: str) -> None:
     decision.require("m", strict=True)
 
 
-@pytest.mark.parametrize("profile", ["spectrum", "k8v4"])
+@pytest.mark.parametrize("profile", ["spectrum", "k8v4", "balanced"])
 def test_profiles_with_a_low_tier_need_none_without_it(profile: str) -> None:
     decision = SpectrumKVConfig(profile=profile, allowed_tiers=["high", "mid"]).decide_tiers(unasked)
     assert (decision.allowed_tiers, decision.state) == ((HIGH, MID), ProbeState.NOT_NEEDED)

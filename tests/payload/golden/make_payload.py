@@ -1,8 +1,8 @@
-"""Describe and write the golden payload of a format version.
+"""Describe and write the golden payloads of a format version.
 
-``python tests/payload/golden/make_payload.py`` writes ``v<FORMAT_VERSION>.bin`` and refuses to replace an existing
-file: a golden file is what released versions put on the wire, so a change of bytes needs a new format version, not a
-new file.
+``python tests/payload/golden/make_payload.py`` writes ``v<FORMAT_VERSION>.bin`` and
+``v<FORMAT_VERSION>-int4-channel.bin`` where they do not exist, and replaces none: a golden file is what released
+versions put on the wire, so a change of bytes needs a new format version, not a new file.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from spectrumkv_sglang.payload.precision_table import PrecisionTable
 from spectrumkv_sglang.payload.prologue import FORMAT_VERSION, Prologue
 
 GOLDEN = Path(__file__).with_name(f"v{FORMAT_VERSION}.bin")
+GOLDEN_CHANNEL = GOLDEN.with_name(f"v{FORMAT_VERSION}-int4-channel.bin")
 GEOMETRY = KVGeometry(layers=2, kv_heads=3, head_dim=16, v_head_dim=24, page_size=4, dtype="float16")
 TIERS = np.array([0, 1, 2, 2, 1, 0, 2, 1, 0, 0, 2, 2, 1, 2, 1, 1, 0, 2, 2, 2], dtype=np.uint8)
 POOL_SLOTS = torch.arange(20).flip(0) * 2
@@ -37,14 +38,31 @@ def table() -> PrecisionTable:
     return PrecisionTable(values)
 
 
-def buffers() -> KVBuffers:
+def channel_table() -> PrecisionTable:
+    """Scales that rows share, in all keys, in one head of the values, and in a tier of one row."""
+    values = np.zeros((4, 2, 2, 3), dtype=np.uint8)
+    values[1], values[2] = Precision.INT8, Precision.INT4
+    values[2, :, 0] = Precision.INT4_CHANNEL
+    values[2, 1, 1, 2] = Precision.INT4_CHANNEL
+    values[3] = Precision.INT4_CHANNEL
+    return PrecisionTable(values)
+
+
+def channel_rows() -> tuple[np.ndarray, torch.Tensor]:
+    """Tiers and pool slots of 150 rows: 135 of tier 2 (a full block and a short one), 1 of tier 3."""
+    tiers = np.full(150, 2, dtype=np.uint8)
+    tiers[:4], tiers[100:110], tiers[140] = 0, 1, 3
+    return tiers, torch.arange(150).flip(0)
+
+
+def buffers(pool_size: int = POOL_SIZE) -> KVBuffers:
     """Pool of small dyadic numbers (exact in float16) of several magnitudes, with one NaN and one infinity."""
 
     def pool(dim: int, seed: int) -> torch.Tensor:
-        count = POOL_SIZE * GEOMETRY.kv_heads * dim
+        count = pool_size * GEOMETRY.kv_heads * dim
         mixed = (np.arange(count, dtype=np.uint64) + np.uint64(seed)) * np.uint64(2654435761) % np.uint64(2**32)
         signed = (mixed >> np.uint64(22)).astype(np.float32) - 512.0
-        x = signed.reshape(POOL_SIZE, GEOMETRY.kv_heads, dim) / 2.0 ** (np.arange(POOL_SIZE) % 12)[:, None, None]
+        x = signed.reshape(pool_size, GEOMETRY.kv_heads, dim) / 2.0 ** (np.arange(pool_size) % 12)[:, None, None]
         return torch.from_numpy(x.astype(np.float16))
 
     k, v = [pool(GEOMETRY.head_dim, seed) for seed in (1, 2)], [pool(GEOMETRY.v_head_dim, seed) for seed in (3, 4)]
@@ -55,10 +73,20 @@ def buffers() -> KVBuffers:
 
 
 def payload() -> torch.Tensor:
-    """The payload as this build makes it."""
-    layout = plan_layout(GEOMETRY, table(), np.bincount(TIERS, minlength=3).tolist())
+    """The payload of `table` as this build makes it."""
+    return _payload(buffers(), table(), TIERS, POOL_SLOTS)
+
+
+def channel_payload() -> torch.Tensor:
+    """The payload of `channel_table` as this build makes it."""
+    tiers, pool_slots = channel_rows()
+    return _payload(buffers(len(tiers)), channel_table(), tiers, pool_slots)
+
+
+def _payload(pool: KVBuffers, of: PrecisionTable, tiers: np.ndarray, pool_slots: torch.Tensor) -> torch.Tensor:
+    layout = plan_layout(GEOMETRY, of, np.bincount(tiers, minlength=of.tiers).tolist())
     out = torch.zeros(layout.total_bytes, dtype=torch.uint8)
-    pack_payload(buffers(), POOL_SLOTS, TIERS, layout, out)
+    pack_payload(pool, pool_slots, tiers, layout, out)
     write_prologue(
         out,
         Prologue(
@@ -68,19 +96,22 @@ def payload() -> torch.Tensor:
             rows_per_tier=layout.rows_per_tier,
             total_bytes=layout.total_bytes,
             geometry_digest=GEOMETRY.digest(),
-            table_digest=table().digest(),
+            table_digest=of.digest(),
         ),
     )
     return out
 
 
 def main() -> int:
-    """Write the golden file of the current format version."""
-    if GOLDEN.exists():
-        sys.stderr.write(f"{GOLDEN} exists; changed bytes need a new FORMAT_VERSION in payload/prologue.py\n")
-        return 1
-    GOLDEN.write_bytes(payload().numpy().tobytes())
-    return 0
+    """Write the golden files of the current format version that are not there."""
+    written = 0
+    for path, make in ((GOLDEN, payload), (GOLDEN_CHANNEL, channel_payload)):
+        if path.exists():
+            sys.stderr.write(f"{path} exists; changed bytes need a new FORMAT_VERSION in payload/prologue.py\n")
+            continue
+        path.write_bytes(make().numpy().tobytes())
+        written += 1
+    return 0 if written else 1
 
 
 if __name__ == "__main__":

@@ -1,0 +1,131 @@
+"""Dequantise INT4 with a scale and a zero for each channel of a block, and scatter the rows into the pool by slot id.
+
+A program takes some rows of one head of one block, so that it reads the block's parameters once for all of them. The
+torch reference is `Int4ChannelQuantiser.dequantise`; results are equal bit for bit.
+"""
+
+# Triton reads the annotations of kernels, so only what it knows can stand there.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from spectrumkv_sglang.kernels.precision import CHANNEL_BLOCK_ROWS
+from spectrumkv_sglang.kernels.segment_group import TABLE_COLUMNS, GroupLaunch, TileShape
+from spectrumkv_sglang.kernels.triton_arithmetic import from_float32
+from spectrumkv_sglang.kernels.triton_tiles import has_capability
+from spectrumkv_sglang.kernels.triton_tiles import launch as launch_kernel
+
+SHAPE = TileShape(4096, 2)
+"""Elements of a tile, whole rows of one head and at most a block of them, and the warps that work on it."""
+
+_COLUMNS = tl.constexpr(TABLE_COLUMNS)
+
+
+@triton.jit(
+    do_not_specialize=["rows", "first_row", "slot_stride", "head_stride"],
+    do_not_specialize_on_alignment=["slots_ptr"],
+)
+def _unpack_channels(
+    pool_ptr,
+    payload_ptr,
+    verdict_ptr,
+    slots_ptr,
+    table_ptr,
+    rows,
+    first_row,
+    slot_stride,
+    head_stride,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    ITEMSIZE: tl.constexpr,
+    BFLOAT16: tl.constexpr,
+    FLOAT16: tl.constexpr,
+    HARDWARE_BFLOAT16: tl.constexpr,
+):
+    program = tl.program_id(0)
+    head = program % HEADS
+    tiles = (rows + TILE_ROWS - 1) // TILE_ROWS
+    tile = program // HEADS % tiles
+    entry = table_ptr + program // HEADS // tiles * _COLUMNS
+    pool_start = tl.load(entry)
+    codes_start = tl.load(entry + 1) * 2
+    params_start = tl.load(entry + 2) * 2
+    # Checksum as counted, checksum as announced, words of the prologue that differ: nothing is written unless all fit.
+    differences = (tl.load(verdict_ptr) ^ tl.load(verdict_ptr + 1)) | tl.load(verdict_ptr + 2)
+    writable = tl.where(differences == 0, rows, 0)
+
+    row = tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    readable = tl.minimum(row, rows - 1)
+    slot = tl.load(slots_ptr + first_row + readable)
+    start = pool_start + slot * slot_stride + head * head_stride.to(tl.int64)
+
+    # Eight codes each: 16 bytes of bfloat16 to store.
+    UNITS: tl.constexpr = DIM // 8
+    unit = tl.arange(0, BLOCK_DIM // 8)
+    units_ptr = payload_ptr.to(tl.pointer_type(tl.int32)) + 2 * codes_start
+    source = units_ptr + ((readable.to(tl.int64) * HEADS + head)[:, None] * UNITS + unit[None, :])
+    element = tl.arange(0, BLOCK_DIM)
+    block = tile // (BLOCK_ROWS // TILE_ROWS)
+    params_ptr = (payload_ptr + params_start).to(tl.pointer_type(tl.float16)) + (block * HEADS + head) * (2 * DIM)
+    if BLOCK_DIM == DIM:
+        units = tl.load(source)
+        scale, zero = tl.load(params_ptr + element), tl.load(params_ptr + (DIM + element))
+    else:
+        units = tl.load(source, mask=(unit < UNITS)[None, :], other=0)
+        scale = tl.load(params_ptr + element, mask=element < DIM, other=0.0)
+        zero = tl.load(params_ptr + (DIM + element), mask=element < DIM, other=0.0)
+    shift = tl.arange(0, 8) * 4
+    codes = tl.reshape((units[:, :, None] >> shift[None, None, :]) & 0xF, (TILE_ROWS, BLOCK_DIM))
+    values = codes.to(tl.float32) * scale.to(tl.float32)[None, :] + zero.to(tl.float32)[None, :]
+
+    if BFLOAT16:
+        elements_ptr = pool_ptr.to(tl.pointer_type(tl.int16))
+    elif FLOAT16:
+        elements_ptr = pool_ptr.to(tl.pointer_type(tl.float16))
+    else:
+        elements_ptr = pool_ptr.to(tl.pointer_type(tl.float32))
+    target = elements_ptr + ((start * (16 // ITEMSIZE))[:, None] + element[None, :])
+    valid = (row < writable)[:, None] & (element < DIM)[None, :]
+    tl.store(target, from_float32(values, BFLOAT16, FLOAT16, HARDWARE_BFLOAT16), mask=valid)
+
+
+def unpack_channels(
+    launch: GroupLaunch, pool: torch.Tensor, payload: torch.Tensor, verdict: torch.Tensor, shape: TileShape = SHAPE
+) -> None:
+    """Decode every segment of a group into its rows on the current stream, if the payload is intact.
+
+    Args:
+        launch: the group to unpack, of `Precision.INT4_CHANNEL`; its slots are distinct.
+        pool: first key buffer, which the table's addresses count from.
+        payload: the payload as int64 words, at a 16-byte boundary; on the device or in pinned host memory.
+        verdict: as for `unpack_groups`: nothing is written unless the first two words are equal and the third is 0.
+        shape: how to cut the work.
+    """
+    (group,) = launch.groups
+    device = verdict.device
+    block_dim = max(32, triton.next_power_of_2(group.dim))
+    tile_rows = min(CHANNEL_BLOCK_ROWS, shape.elements // block_dim) if device.type == "cuda" else CHANNEL_BLOCK_ROWS
+    programs = group.segments * triton.cdiv(group.rows, tile_rows) * group.heads
+    if not programs:
+        return
+    pointers = (pool.view(torch.int64), payload, verdict, launch.slots, launch.table)
+    constants = {
+        "HEADS": group.heads,
+        "DIM": group.dim,
+        "BLOCK_DIM": block_dim,
+        "BLOCK_ROWS": CHANNEL_BLOCK_ROWS,
+        "TILE_ROWS": tile_rows,
+        "ITEMSIZE": group.dtype.itemsize,
+        "BFLOAT16": group.dtype == torch.bfloat16,
+        "FLOAT16": group.dtype == torch.float16,
+        "HARDWARE_BFLOAT16": has_capability(device, 8, 0),
+    }
+    scalars = (group.rows, group.first_row, group.slot_stride, group.head_stride)
+    launch_kernel(_unpack_channels, programs, device, shape, (*pointers, *scalars), constants)
