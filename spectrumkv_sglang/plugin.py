@@ -11,6 +11,7 @@ import logging
 import multiprocessing
 import os
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from spectrumkv_sglang import sglang_compat as compat
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 CONFIG_FLAG = "--spectrumkv-config"
 STRICT_FLAG = "--spectrumkv-strict"
+_TRUE = ("1", "true", "on")
 
 _observer: Any = None
 
@@ -142,7 +144,7 @@ def _choose_backend(server_args: Any, *args: Any, **kwargs: Any) -> None:
     if config.enabled:
         _refuse_unproven(config, compat.served_model(server_args))
     os.environ[compat.ACTIVE_VARIABLE] = chosen
-    if config.tune_tcp and chosen == compat.BACKEND_TCP:
+    if config.tune_tcp and (chosen == compat.BACKEND_TCP or os.environ.get("MC_FORCE_TCP", "") in _TRUE):
         changed = tune_tcp(os.environ)
         logger.info("Mooncake over TCP: %s", ", ".join(changed) if changed else "its variables are set already")
     what = f"with tiered KV ({config.profile})" if config.enabled else "tiered KV switched off"
@@ -191,6 +193,7 @@ def _read_registration(original: Any, cls: Any, msg: list[bytes]) -> Any:
 
 def _attach_prefill(original: Any, queue: Any, *args: Any, **kwargs: Any) -> Any:
     kv_manager = original(queue, *args, **kwargs)
+    kv_manager.scheduler_overlaps = partial(compat.scheduler_overlaps, queue.scheduler)
     view = kv_manager.attach(queue.token_to_kv_pool, queue.draft_token_to_kv_pool)
     if view is not None and kv_manager.prefill_rank.scores is not None:
         from spectrumkv_sglang.importance.attention_hook import AttentionObserver

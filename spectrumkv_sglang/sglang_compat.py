@@ -203,6 +203,11 @@ def _mooncake_name(chosen: str) -> str:
     return "mooncake_tcp" if chosen == BACKEND_TCP else "mooncake"
 
 
+def scheduler_overlaps(scheduler: Any) -> bool:
+    """Whether a scheduler launches a forward before it processes the results of the last one."""
+    return bool(getattr(scheduler, "enable_overlap", False))
+
+
 def plain_pool_type() -> type:
     """SGLang's pool class for plain MHA/GQA KV."""
     return resolve("sglang.srt.mem_cache.memory_pool.MHATokenToKVPool")

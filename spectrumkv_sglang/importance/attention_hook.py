@@ -143,9 +143,14 @@ class AttentionObserver:
         return forward
 
     def _continuing(self, rids: Sequence[str] | None, prefixes: list[int], extends: list[int]) -> list[bool]:
-        """Whether each request goes on where its last forward ended, so that its prefix is no cached one."""
+        """Whether each request goes on where its last forward ended, so that its prefix is no cached one.
+
+        A replayed prefill graph does not say whose requests it runs: then every prefix may be on its way already.
+        """
+        if rids is None:
+            return [prefix > 0 for prefix in prefixes]
         continuing = [False] * len(extends)
-        for row, rid in enumerate(rids or ()):
+        for row, rid in enumerate(rids):
             if row < len(extends) and extends[row] > 0:
                 continuing[row] = self._prefilled.pop(rid, None) == prefixes[row]
                 self._prefilled[rid] = prefixes[row] + extends[row]
@@ -169,8 +174,16 @@ class AttentionObserver:
             forward.observation.close()
             forward.observation = None
         if not forward.failed:
+            self._forget(forward_batch)
             forward.failed = True
             self._report(error)
+
+    def _forget(self, forward_batch: Any) -> None:
+        """The slots of a forward that was not observed must not keep the scores of their last tenants."""
+        try:
+            self._scores.reset(forward_batch.out_cache_loc)
+        except Exception as error:  # noqa: BLE001 (the forward goes on)
+            logger.debug("scores of a failed observation stay as they were: %r", error)
 
     def _report(self, error: str) -> None:
         self._on_error()
@@ -199,8 +212,20 @@ def _kernels(
             f"token importance is observed by plain torch, which delays prefill: the kernels take {problem}",
         )
         return None
-    kernels = KernelObservation(k_buffers, req_to_token, scores)
-    kernels.warm_up()
+    try:
+        kernels = KernelObservation(k_buffers, req_to_token, scores)
+        kernels.warm_up()
+    except Exception as error:
+        if backend == "triton":
+            raise
+        # A small GPU may not have the shared memory that they want: serving is worth more than their speed.
+        log_once(
+            logger,
+            logging.WARNING,
+            "importance-without-kernels",
+            f"token importance is observed by plain torch, which delays prefill: its kernels do not compile: {error!r}",
+        )
+        return None
     return kernels
 
 

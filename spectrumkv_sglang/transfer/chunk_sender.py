@@ -169,6 +169,8 @@ class ChunkSender:
         try:
             payload = pack_into_slot(job, self._view, self._memory, staging.index)
         except BaseException:
+            if self._view.device.type == "cuda":  # what was queued before the error may still write to the slot
+                torch.cuda.current_stream(self._view.device).synchronize()
             self._staging.give_back(staging)
             raise
         flight.packing.append(Packing(job, staging, remote, payload))
@@ -306,8 +308,12 @@ class ChunkSender:
         """Release every slot of the chunk on both sides."""
         while flight.packing:
             packing = flight.packing.popleft()
-            packing.payload.wait()  # until then the GPU may write to the slot
-            self._staging.give_back(packing.staging)
+            try:
+                packing.payload.wait()  # until then the GPU may write to the slot
+                self._staging.give_back(packing.staging)
+            except Exception:
+                self._staging.quarantine(packing.staging)
+                logger.exception("packing did not end; its staging slot rests")
         while flight.writing:
             try:
                 self._end_of_write(flight, wait=True)

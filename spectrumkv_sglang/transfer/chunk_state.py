@@ -42,7 +42,7 @@ class ChunkStats:
         wire_bytes: payloads and control messages.
         writes: Mooncake writes.
         pack_seconds: the device at work on packing.
-        write_seconds: writes under way.
+        write_seconds: writes under way, until this thread noticed their end.
         wait_seconds: this thread waiting for slots and for decode.
     """
 

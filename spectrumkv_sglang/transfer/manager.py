@@ -59,6 +59,8 @@ class SpectrumKVManager(MooncakeKVManager):  # type: ignore[misc]
         self.prefill_rank: PrefillRank | None = None
         self.decode_rank: DecodeRank | None = None
         self._forward_events: OrderedDict[tuple[int, int], Any] = OrderedDict()
+        self.scheduler_overlaps: Callable[[], bool] = lambda: False
+        self.early_send_event: Any = None
         self.spectrumkv_config = load_config()
         self._server_args = server_args
         self._role = "prefill" if disaggregation_mode.value == "prefill" else "decode"
@@ -176,13 +178,25 @@ class SpectrumKVManager(MooncakeKVManager):  # type: ignore[misc]
     def add_transfer_request(
         self, bootstrap_room: int, kv_indices: Any, index_slice: slice, *args: Any, **kwargs: Any
     ) -> Any:
-        if torch.cuda.is_available() and self.prefill_rank is not None:
-            event = torch.cuda.Event()
-            event.record()
+        event = self._forward_event() if torch.cuda.is_available() and self.prefill_rank is not None else None
+        if event is not None:
             self._forward_events[(bootstrap_room, index_slice.start or 0)] = event
             while len(self._forward_events) > _MOST_EVENTS:
                 self._forward_events.popitem(last=False)
         return super().add_transfer_request(bootstrap_room, kv_indices, index_slice, *args, **kwargs)
+
+    def _forward_event(self) -> Any:
+        """CUDA event after the forward that writes the pages of the chunk that SGLang sends now; None: it is done.
+
+        With overlap scheduling SGLang sends from its processing of results, for which it has waited on the host, or
+        early with an event of its own. An event recorded here would come after the next forward: the scheduler's stream
+        waits for it before results are processed. Without overlap the forward lies on the current stream.
+        """
+        if self.scheduler_overlaps():
+            return self.early_send_event
+        event = torch.cuda.Event()
+        event.record()
+        return event
 
     def send_kvcache(
         self,
@@ -291,6 +305,14 @@ class SpectrumKVSender(MooncakeKVSender):  # type: ignore[misc]
         super().__init__(mgr, *args, **kwargs)
         if getattr(type(self), "supports_host_tensor_indices", False) and not torch.cuda.is_available():
             self.supports_host_tensor_indices = False
+
+    def send(self, *args: Any, **kwargs: Any) -> Any:
+        # SGLang before 0.5.23 records this event for a cached prefix that is sent early, and does not read it.
+        self.kv_mgr.early_send_event = getattr(self, "_early_send_wait_event", None)
+        try:
+            return super().send(*args, **kwargs)
+        finally:
+            self.kv_mgr.early_send_event = None
 
 
 class SpectrumKVReceiver(MooncakeKVReceiver):  # type: ignore[misc]

@@ -132,6 +132,8 @@ class PrefillRank:
                     # Aborted while the chunk waited for decode, which may have freed the pages by now.
                     raise ChunkFailedError(FailureCause.ROOM_GONE, f"room {chunk.room} was aborted") from reason
                 self._say_native(chunk, reason)
+                for event in chunk.forward_done:
+                    event.synchronize()  # SGLang before 0.5.23 does not wait for it itself
                 result = send_natively()
                 if result.code == 0:
                     self._account(chunk, self._native_record(chunk, reason.reason, result.writes), started)

@@ -101,6 +101,26 @@ def test_a_later_chunk_does_not_change_what_an_earlier_one_published() -> None:
     assert not torch.equal(rank.published(20), first)
 
 
+def test_a_forward_that_does_not_name_its_requests_publishes_no_prefix() -> None:
+    """A replayed prefill graph carries no request ids: its prefix may be an earlier chunk that is on its way."""
+    rank = Rank()
+    rank.forward(rank.batch(0, 20))
+    first = rank.published(20)
+    rank.forward(rank.batch(20, 10))
+    assert torch.equal(rank.published(20), first)
+    assert bool((rank.published(30) > 0).all())
+
+
+def test_slots_of_a_forward_that_was_not_observed_do_not_keep_their_last_tenants_scores() -> None:
+    rank = Rank()
+    rank.forward(rank.batch(0, 20))
+    unreadable = rank.batch(0, 20)
+    unreadable.extend_prefix_lens_cpu = None  # type: ignore[assignment]
+    rank.forward(unreadable)
+    assert rank.errors == 1
+    assert not rank.published(20).any()
+
+
 def test_forwards_that_prefill_nothing_are_not_observed() -> None:
     rank = Rank()
     rank.forward(rank.batch(0, 20, mode=Mode(extend=False)))
