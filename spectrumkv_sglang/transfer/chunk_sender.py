@@ -40,7 +40,7 @@ from spectrumkv_sglang.transfer.slot_pool import Slot, SlotPool
 
 logger = logging.getLogger(__name__)
 
-_MOST_WRITES = 3
+MOST_WRITES = 3
 """Writes of one chunk that are under way at once."""
 
 
@@ -182,7 +182,7 @@ class ChunkSender:
         stats.pack_seconds += packed.seconds
         self._metrics.pack(packed.seconds)
         self._commit_ended_writes(task, flight, stats)
-        while len(flight.writing) >= _MOST_WRITES:
+        while len(flight.writing) >= MOST_WRITES:
             self._commit(task, flight, stats)
         length = packing.job.piece.subchunk.payload_bytes
         source = self._memory.address(packing.staging.index)
