@@ -28,6 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from command_line import made
 from interference_pairs import PlacedPairs, Placement
 from interference_report import draw_interference, interference_table
 from interference_result import QUIET, Round, Window, rows_of, window_of
@@ -275,8 +276,7 @@ def main() -> int:
     wants_gpu = options.decode_graphs or options.prefill_gpu is not None or options.decode_gpu is not None
     if wants_gpu and detect_device() is Device.CPU:
         parser.error("--decode-graphs, --prefill-gpu and --decode-gpu need a GPU; nvidia-smi lists none")
-    options.out.mkdir(parents=True, exist_ok=True)
-    options.out = options.out.resolve()
+    options.out = made(options.out)
     bench = InterferenceBench(options, console)
     try:
         with stopping_on_signals():

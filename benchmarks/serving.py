@@ -21,6 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from command_line import made, numbers
 from pairs import (
     VARIANTS,
     Pair,
@@ -210,10 +211,6 @@ def show(samples: list[ServingSample], not_measured: dict[str, str], plot: Path 
     return 1 if complaints else 0
 
 
-def _numbers(text: str) -> list[float]:
-    return [float(part) for part in text.split(",")]
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python benchmarks/serving.py", description="Serving under load.")
     parser.add_argument("--model-path", type=Path, metavar="DIR")
@@ -221,8 +218,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--show", type=Path, metavar="FILE", help="only show an earlier run's serving.json")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="picture to draw; needs matplotlib")
     parser.add_argument("--variants", type=lambda text: text.split(","), default=[v.name for v in VARIANTS])
-    parser.add_argument("--request-rates", type=_numbers, default=[1.0, 2.0, 4.0], help="mean requests a second")
-    parser.add_argument("--link", type=_numbers, default=[10.0], help="rates of the link in Gb/s, 0: no limit")
+    parser.add_argument("--request-rates", type=numbers, default=[1.0, 2.0, 4.0], help="mean requests a second")
+    parser.add_argument("--link", type=numbers, default=[10.0], help="rates of the link in Gb/s, 0: no limit")
     parser.add_argument("--num-prompts", type=int, default=32, help="for each request rate")
     parser.add_argument("--input-tokens", type=int, default=4096)
     parser.add_argument("--output-tokens", type=int, default=64)
@@ -249,8 +246,7 @@ def main() -> int:
         return show(samples, document["not_measured"], options.plot, console)
     if options.model_path is None or options.out is None:
         parser.error("--model-path and --out are needed, or --show")
-    options.out.mkdir(parents=True, exist_ok=True)
-    options.out = options.out.resolve()
+    options.out = made(options.out)
     bench = ServingBench(options, console)
     try:
         with stopping_on_signals():

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from command_line import made
 from rich.console import Console
 from rich.table import Table
 
@@ -151,8 +152,7 @@ def main() -> int:
     parser.add_argument("--vocabulary", type=int, default=30000, help="random ids are drawn from 100 to this")
     parser.add_argument("flags", nargs="*", help="further SGLang flags for all servers, after --")
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    options.out = options.out.resolve()
+    options.out = made(options.out)
     console = Console(width=None if sys.stdout.isatty() else 120)
     answers = run(options, console)
     document = {

@@ -28,6 +28,7 @@ from typing import Any
 import fragmented_pool
 import plain_transfer_log
 import psutil
+from command_line import made, numbers
 from link_goodput import goodput_gbps
 from pairs import (
     VARIANTS,
@@ -252,18 +253,14 @@ def _limit(link: Link, rate_gbps: float) -> None:
     link.set_rate(None if rate_gbps == UNLIMITED else round(rate_gbps * GIGABIT))
 
 
-def _numbers(text: str) -> list[float]:
-    return [float(part) for part in text.split(",")]
-
-
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python benchmarks/transfer.py", description="Pairs over slow links.")
     parser.add_argument("--model-path", type=Path, required=True, metavar="DIR")
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="for transfer.json and the servers' logs"
     )
-    parser.add_argument("--rates", type=_numbers, default=[1.0, 10.0, UNLIMITED], help="Gb/s, 0: no limit")
-    parser.add_argument("--prompts", type=_numbers, default=[2048.0, 8192.0], help="tokens")
+    parser.add_argument("--rates", type=numbers, default=[1.0, 10.0, UNLIMITED], help="Gb/s, 0: no limit")
+    parser.add_argument("--prompts", type=numbers, default=[2048.0, 8192.0], help="tokens")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--variants", type=lambda text: text.split(","), default=[v.name for v in VARIANTS])
     parser.add_argument("--servers-at-once", type=int, default=6, help="servers that run at the same time")
@@ -276,8 +273,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("flags", nargs="*", help="further SGLang flags, after --")
     options = parser.parse_args()
     options.prompts = [int(tokens) for tokens in options.prompts]
-    options.out.mkdir(parents=True, exist_ok=True)
-    options.out = options.out.resolve()
+    options.out = made(options.out)
     return options
 
 

@@ -28,7 +28,7 @@ from spectrumkv_sglang.kernels.triton_encode_int4 import MINUS_EIGHT_ROUNDERS, i
 from spectrumkv_sglang.kernels.triton_padding import pad_segment
 from spectrumkv_sglang.kernels.triton_running_sum import add_distant_words
 from spectrumkv_sglang.kernels.triton_runs import packed
-from spectrumkv_sglang.kernels.triton_tiles import has_capability
+from spectrumkv_sglang.kernels.triton_tiles import group_constants, has_capability
 from spectrumkv_sglang.kernels.triton_tiles import launch as launch_kernel
 
 _COLUMNS = tl.constexpr(TABLE_COLUMNS)
@@ -320,17 +320,13 @@ def pack_channels(
     programs = group.segments * triton.cdiv(group.rows, CHANNEL_BLOCK_ROWS) * group.heads
     if not programs:
         return
-    block_dim = max(32, triton.next_power_of_2(group.dim))
+    of_group = group_constants(group)
+    block_dim = of_group["BLOCK_DIM"]
     warps = max(1, CHANNEL_BLOCK_ROWS * block_dim * group.dtype.itemsize // _BYTES_PER_WARP)
     pointers = (pool.view(torch.int64), payload, block_sums, launch.slots, launch.table)
     constants = {
-        "HEADS": group.heads,
-        "DIM": group.dim,
-        "BLOCK_DIM": block_dim,
+        **of_group,
         "BLOCK_ROWS": CHANNEL_BLOCK_ROWS,
-        "ITEMSIZE": group.dtype.itemsize,
-        "BFLOAT16": group.dtype == torch.bfloat16,
-        "FLOAT16": group.dtype == torch.float16,
         "PACKED": group.dtype.itemsize == 2 and has_capability(device, 8, 0),
         "CHECKSUM": checksum,
         "WARPS": warps,

@@ -71,10 +71,24 @@ def launch_groups(
         launch(kernel, cut.programs, device, cut.shape, (*pointers, *cut.scalars), {**cut.constants, **constants})
 
 
+def group_constants(group: SegmentGroup) -> dict[str, Any]:
+    """What kernels are compiled for: heads and elements of a group, and the pool's type. A block of elements is a power
+    of two, as Triton's are."""
+    return {
+        "HEADS": group.heads,
+        "DIM": group.dim,
+        "BLOCK_DIM": max(32, triton.next_power_of_2(group.dim)),
+        "ITEMSIZE": group.dtype.itemsize,
+        "BFLOAT16": group.dtype == torch.bfloat16,
+        "FLOAT16": group.dtype == torch.float16,
+    }
+
+
 @lru_cache(maxsize=256)
 def _cut(groups: tuple[SegmentGroup, ...], shapes: tuple[TileShape, ...]) -> _Cut:
     head = groups[0]
-    block_dim = max(32, triton.next_power_of_2(head.dim))
+    of_groups = group_constants(head)
+    block_dim = of_groups["BLOCK_DIM"]
     # A tile of native rows has the most words; it must not be longer than a block of the checksum.
     limit = WORDS_PER_BLOCK * 8 // (block_dim * head.dtype.itemsize)
     block_pairs = tuple(min(max(4, shape.elements // block_dim), limit) for shape in shapes)
@@ -96,12 +110,7 @@ def _cut(groups: tuple[SegmentGroup, ...], shapes: tuple[TileShape, ...]) -> _Cu
     constants = {
         "PRECISIONS": tuple(int(group.precision) for group in groups),
         "BLOCK_PAIRS": block_pairs,
-        "BLOCK_DIM": block_dim,
-        "HEADS": head.heads,
-        "DIM": head.dim,
-        "ITEMSIZE": head.dtype.itemsize,
-        "BFLOAT16": head.dtype == torch.bfloat16,
-        "FLOAT16": head.dtype == torch.float16,
+        **of_groups,
         "WARPS": shape.warps,
     }
     programs = sum(count * group.segments for count, group in zip(tiles, groups, strict=True))

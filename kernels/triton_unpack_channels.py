@@ -16,7 +16,7 @@ import triton.language as tl
 from spectrumkv_sglang.kernels.precision import CHANNEL_BLOCK_ROWS
 from spectrumkv_sglang.kernels.segment_group import TABLE_COLUMNS, GroupLaunch, TileShape
 from spectrumkv_sglang.kernels.triton_arithmetic import from_float32
-from spectrumkv_sglang.kernels.triton_tiles import has_capability
+from spectrumkv_sglang.kernels.triton_tiles import group_constants, has_capability
 from spectrumkv_sglang.kernels.triton_tiles import launch as launch_kernel
 
 SHAPE = TileShape(4096, 2)
@@ -110,21 +110,17 @@ def unpack_channels(
     """
     (group,) = launch.groups
     device = verdict.device
-    block_dim = max(32, triton.next_power_of_2(group.dim))
+    of_group = group_constants(group)
+    block_dim = of_group["BLOCK_DIM"]
     tile_rows = min(CHANNEL_BLOCK_ROWS, shape.elements // block_dim) if device.type == "cuda" else CHANNEL_BLOCK_ROWS
     programs = group.segments * triton.cdiv(group.rows, tile_rows) * group.heads
     if not programs:
         return
     pointers = (pool.view(torch.int64), payload, verdict, launch.slots, launch.table)
     constants = {
-        "HEADS": group.heads,
-        "DIM": group.dim,
-        "BLOCK_DIM": block_dim,
+        **of_group,
         "BLOCK_ROWS": CHANNEL_BLOCK_ROWS,
         "TILE_ROWS": tile_rows,
-        "ITEMSIZE": group.dtype.itemsize,
-        "BFLOAT16": group.dtype == torch.bfloat16,
-        "FLOAT16": group.dtype == torch.float16,
         "HARDWARE_BFLOAT16": has_capability(device, 8, 0),
     }
     scalars = (group.rows, group.first_row, group.slot_stride, group.head_stride)

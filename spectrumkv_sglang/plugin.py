@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from spectrumkv_sglang import sglang_compat as compat
 from spectrumkv_sglang.errors import SpectrumKVError
-from spectrumkv_sglang.transport_tuning import tune_tcp
+from spectrumkv_sglang.transport_tuning import tcp_is_forced, tune_tcp
 
 if TYPE_CHECKING:
     from spectrumkv_sglang.config import SpectrumKVConfig
@@ -25,7 +25,6 @@ logger = logging.getLogger(__name__)
 
 CONFIG_FLAG = "--spectrumkv-config"
 STRICT_FLAG = "--spectrumkv-strict"
-_TRUE = ("1", "true", "on")
 
 _observer: Any = None
 
@@ -144,7 +143,7 @@ def _choose_backend(server_args: Any, *args: Any, **kwargs: Any) -> None:
     if config.enabled:
         _refuse_unproven(config, compat.served_model(server_args))
     os.environ[compat.ACTIVE_VARIABLE] = chosen
-    if config.tune_tcp and (chosen == compat.BACKEND_TCP or os.environ.get("MC_FORCE_TCP", "") in _TRUE):
+    if config.tune_tcp and (chosen == compat.BACKEND_TCP or tcp_is_forced(os.environ)):
         changed = tune_tcp(os.environ)
         logger.info("Mooncake over TCP: %s", ", ".join(changed) if changed else "its variables are set already")
     what = f"with tiered KV ({config.profile})" if config.enabled else "tiered KV switched off"

@@ -6,7 +6,7 @@ process, whose children inherit them.
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import NamedTuple
 
 
@@ -46,6 +46,11 @@ TCP_TUNING = (
     Variable("MC_TRANSFER_TIMEOUT", "10", "a dead peer is noticed after 30 s", False),
     Variable("MC_TCP_PROGRESS_TIMEOUT_SEC", "10", "a stalled peer is noticed late", False),
 )
+
+
+def tcp_is_forced(environ: Mapping[str, str]) -> bool:
+    """Whether ``MC_FORCE_TCP`` keeps Mooncake from RDMA."""
+    return environ.get("MC_FORCE_TCP", "").lower() in ("1", "true", "on")
 
 
 def tune_tcp(environ: MutableMapping[str, str]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -118,12 +118,12 @@ def pack_into_slot(job: PackJob, view: PoolView, memory: SlotMemory, slot: int) 
     slots = pool_slots_of_pages(piece.pages, geometry.page_size)
     stopwatch = _Stopwatch(view.device)
     checksum = pack_with_checksum(view.buffers, slots, piece.tiers, layout, out, prologue)
-    in_slot = memory.flush_to_slot(slot, layout.total_bytes)
+    memory.flush_to_slot(slot, layout.total_bytes)
     seconds = stopwatch.stop()
 
     def finish() -> Packed:
-        in_slot.wait()
-        return Packed(checksum.wait(), seconds())
+        taken = seconds.wait()
+        return Packed(checksum.wait(), taken)
 
     return Pending(finish)
 
@@ -132,26 +132,23 @@ class _Stopwatch:
     """Time between its making and ``stop`` in the current stream's order, or on a CPU in the caller's."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
         self._started = time.perf_counter()
-        self._start = self._event()
+        self._start = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        if self._start is not None:
+            self._start.record()
 
-    def stop(self) -> Callable[[], float]:
-        """What tells the seconds once the stream has come here."""
-        start, end = self._start, self._event()
-        if start is None or end is None:
+    def stop(self) -> Pending[float]:
+        """The seconds, once the stream has come here. The thread that waits for them sleeps: a stream's own
+        synchronisation would spin on a core."""
+        start = self._start
+        if start is None:
             seconds = time.perf_counter() - self._started
-            return lambda: seconds
+            return Pending(lambda: seconds)
+        end = torch.cuda.Event(enable_timing=True, blocking=True)
+        end.record()
 
         def elapsed() -> float:
             end.synchronize()
             return float(start.elapsed_time(end)) / 1e3
 
-        return elapsed
-
-    def _event(self) -> torch.cuda.Event | None:
-        if not self._cuda:
-            return None
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        return Pending(elapsed)

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from spectrumkv_sglang.errors import SpectrumKVError
-from spectrumkv_sglang.payload.exchange import Pending
+from spectrumkv_sglang.transport_tuning import tcp_is_forced
 
 
 class RegistrationError(SpectrumKVError):
@@ -41,9 +41,7 @@ def choose_placement(pool_device: torch.device) -> Placement:
     """Placement for a pool on ``pool_device``, from the transport that the environment selects."""
     if pool_device.type != "cuda":
         return Placement.host
-    tcp = os.environ.get("MC_FORCE_TCP", "").lower() in ("1", "true", "on") or (
-        os.environ.get("MOONCAKE_PROTOCOL", "").lower() == "tcp"
-    )
+    tcp = tcp_is_forced(os.environ) or os.environ.get("MOONCAKE_PROTOCOL", "").lower() == "tcp"
     return Placement.pinned if tcp else Placement.device
 
 
@@ -93,19 +91,10 @@ class SlotMemory:
             self._per_thread.scratch = scratch
         return scratch[:length]
 
-    def flush_to_slot(self, index: int, length: int) -> Pending[None]:
-        """Make what is packed in the work area visible in the slot, in the current stream's order.
-
-        Waiting for the result is waiting for the bytes. The thread sleeps meanwhile: a stream's own synchronisation
-        would spin on a core.
-        """
+    def flush_to_slot(self, index: int, length: int) -> None:
+        """Make what is packed in the work area visible in the slot, in the current stream's order."""
         if self.placement is Placement.pinned:
             self.view(index, length).copy_(self.work_area(index, length), non_blocking=True)
-        if self.pool_device.type != "cuda":
-            return Pending(lambda: None)
-        done = torch.cuda.Event(blocking=True)
-        done.record(torch.cuda.current_stream(self.pool_device))
-        return Pending(done.synchronize)
 
     def load_from_slot(self, index: int, length: int) -> torch.Tensor:
         """The slot's bytes where unpack kernels can read them."""
