@@ -29,10 +29,16 @@ class Quantiser(ABC):
         block_rows: consecutive rows that share parameters: 1 where each row decodes by itself.
         relative_distortion: expected mean squared error over the variance of 128 independent Gaussian elements that
             share parameters, measured. Close to step^2 / 12 (Bennett, "Spectra of quantized signals", 1948).
+        dim_multiple: what head dimensions must be a multiple of, so that codes fill whole bytes.
     """
 
     block_rows: int
     relative_distortion: float
+    dim_multiple: int = 1
+
+    def distortion(self, near_normal: bool = False) -> float:
+        """`relative_distortion`, of rows that are quantised with ``near_normal`` where it is set."""
+        return self.relative_distortion
 
     @abstractmethod
     def code_width(self, head_dim: int, native_itemsize: int) -> int:
@@ -51,23 +57,40 @@ class Quantiser(ABC):
         return prod(self.param_shape(rows, heads, head_dim)) * 2
 
     @abstractmethod
-    def quantise(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def quantise(self, x: torch.Tensor, near_normal: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Encode float32, float16 or bfloat16 [rows, heads, dim].
+
+        Args:
+            x: what to encode.
+            near_normal: whether the elements of a row are close to normally distributed, as after a Hadamard
+                transform. Quantisers of few bits by row then cut the tails; the others ignore it. `dequantise` needs
+                not know.
 
         Returns:
             uint8 codes [rows, heads, code_width] and float16 parameters of `param_shape`.
+
+        Raises:
+            ValueError: dim is not a multiple of `dim_multiple`.
         """
 
     @abstractmethod
     def dequantise(self, codes: torch.Tensor, params: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Decode `quantise` output to ``dtype`` [rows, heads, dim]; values beyond ``dtype`` saturate."""
+        """Decode `quantise` output to float32, float16 or bfloat16 [rows, heads, dim]; values beyond it saturate."""
 
     @abstractmethod
-    def error_bound(self, x: torch.Tensor) -> torch.Tensor:
+    def error_bound(self, x: torch.Tensor, near_normal: bool = False) -> torch.Tensor:
         """Largest possible ``|x - dequantise(quantise(x))|`` of each finite element, float32, broadcastable to x.
 
-        Rounding of the parameters, float32 arithmetic and the rounding to ``x.dtype`` are included.
+        Rounding of the parameters, float32 arithmetic, the rounding to ``x.dtype`` and cut tails are included.
         """
+
+    def check_dim(self, head_dim: int) -> None:
+        """Raise ValueError unless codes of ``head_dim`` elements fill whole bytes."""
+        if head_dim % self.dim_multiple:
+            raise ValueError(
+                f"head dimension: expected a multiple of {self.dim_multiple} for this precision, got {head_dim}; "
+                "INT8, FP8_E4M3 and INT8_CHANNEL take any"
+            )
 
 
 class RowQuantiser(Quantiser):

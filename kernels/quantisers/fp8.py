@@ -35,7 +35,7 @@ class Fp8E4M3Quantiser(RowQuantiser):
     def code_width(self, head_dim: int, native_itemsize: int) -> int:
         return head_dim
 
-    def quantise(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def quantise(self, x: torch.Tensor, near_normal: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         values = x.float()
         peak = values.abs().amax(-1, keepdim=True)
         if not torch.isfinite(peak).all():
@@ -51,7 +51,7 @@ class Fp8E4M3Quantiser(RowQuantiser):
         shifted = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(-0x4001)
         return to_pool_dtype(shifted.view(torch.float16).float().mul_(params.float() * 256.0), dtype)
 
-    def error_bound(self, x: torch.Tensor) -> torch.Tensor:
+    def error_bound(self, x: torch.Tensor, near_normal: bool = False) -> torch.Tensor:
         magnitude = finite_or_zero(x.float()).abs()
         peak = magnitude.amax(-1, keepdim=True)
         largest_scale = peak / _LARGEST_CODE * (1 + HALF_ULP_FLOAT16) + HALF_STEP_FLOAT16

@@ -32,7 +32,7 @@ class Int8Quantiser(RowQuantiser):
     def code_width(self, head_dim: int, native_itemsize: int) -> int:
         return head_dim
 
-    def quantise(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def quantise(self, x: torch.Tensor, near_normal: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         values = x.float()
         peak = values.abs().amax(-1, keepdim=True)
         if not torch.isfinite(peak).all():
@@ -45,7 +45,7 @@ class Int8Quantiser(RowQuantiser):
     def dequantise(self, codes: torch.Tensor, params: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return to_pool_dtype(codes.view(torch.int8).float().mul_(params.float()), dtype)
 
-    def error_bound(self, x: torch.Tensor) -> torch.Tensor:
+    def error_bound(self, x: torch.Tensor, near_normal: bool = False) -> torch.Tensor:
         magnitude = finite_or_zero(x.float()).abs()
         peak = magnitude.amax(-1, keepdim=True)
         half_step = (peak / _LARGEST_CODE * (1 + HALF_ULP_FLOAT16) + HALF_STEP_FLOAT16) / 2
