@@ -14,11 +14,12 @@ import numpy.typing as npt
 import torch
 
 from spectrumkv_sglang.kernels.checksum import payload_checksum
-from spectrumkv_sglang.kernels.segment_group import INTERPRETED_ONLY
+from spectrumkv_sglang.kernels.segment_group import INTERPRETED_ONLY, WITH_KERNELS
 from spectrumkv_sglang.payload.device_codec import UnpackOutcome
 from spectrumkv_sglang.payload.errors import PayloadError
 from spectrumkv_sglang.payload.exchange import Pending
 from spectrumkv_sglang.payload.geometry import KVGeometry
+from spectrumkv_sglang.payload.key_rotation import RotatedRows
 from spectrumkv_sglang.payload.kv_buffers import KVBuffers
 from spectrumkv_sglang.payload.layout import ARRAY_ALIGNMENT, PayloadLayout, plan_layout
 from spectrumkv_sglang.payload.precision_table import PrecisionTable
@@ -49,6 +50,7 @@ def pack_payload(
     layout: PayloadLayout,
     out: torch.Tensor,
     backend: Backend | None = None,
+    rotated: RotatedRows | None = None,
 ) -> int:
     """Quantise rows of the pool into the body of a payload.
 
@@ -64,6 +66,7 @@ def pack_payload(
             (or pinned host memory for a CUDA pool).
         backend: "torch" or "triton"; None takes Triton for a CUDA pool and a table that the kernels can work on, torch
             otherwise.
+        rotated: angles of the rows' keys, in the order of the chunk, for a table that rotates keys back.
 
     Returns:
         ``layout.total_bytes``.
@@ -72,10 +75,11 @@ def pack_payload(
         PayloadError: arguments do not fit each other; nothing is written then.
     """
     rows = _checked_for_packing(buffers, pool_slots, tiers, layout, out)
+    grouped = _grouped_rotation(rotated, tiers, layout)
     if _backend_for(buffers, layout.table, backend) == "triton":
         buffers.device_codec.pack(rows, layout, out)
     else:
-        pack_by_torch(buffers, rows, layout, out)
+        pack_by_torch(buffers, rows, layout, out, grouped)
     return layout.total_bytes
 
 
@@ -87,6 +91,7 @@ def pack_with_checksum(
     out: torch.Tensor,
     prologue: Prologue,
     backend: Backend | None = None,
+    rotated: RotatedRows | None = None,
 ) -> Pending[int]:
     """`pack_payload`, `write_prologue` and `payload_checksum` in one; on CUDA one pass, queued on the current stream.
 
@@ -99,10 +104,11 @@ def pack_with_checksum(
         PayloadError: as `pack_payload` and `encode_prologue`; nothing is written then.
     """
     rows = _checked_for_packing(buffers, pool_slots, tiers, layout, out)
+    grouped = _grouped_rotation(rotated, tiers, layout)
     encode_prologue(prologue)
     if _backend_for(buffers, layout.table, backend) == "triton":
         return buffers.device_codec.pack(rows, layout, out, prologue)
-    pack_by_torch(buffers, rows, layout, out)
+    pack_by_torch(buffers, rows, layout, out, grouped)
     write_prologue(out, prologue)
     checksum = payload_checksum(out[: layout.total_bytes])
     return Pending(lambda: checksum)
@@ -115,6 +121,7 @@ def unpack_payload(
     tiers: npt.NDArray[np.uint8],
     layout: PayloadLayout,
     backend: Backend | None = None,
+    rotated: RotatedRows | None = None,
 ) -> None:
     """Dequantise the body of a payload into rows of the pool.
 
@@ -129,15 +136,17 @@ def unpack_payload(
         tiers: host uint8 [rows], tier of each row.
         layout: `plan_layout` of exactly these rows per tier.
         backend: as for `pack_payload`.
+        rotated: as for `pack_payload`.
 
     Raises:
         PayloadError: arguments do not fit each other; the pool is untouched then.
     """
     rows = _checked_for_unpacking(payload, buffers, pool_slots, tiers, layout)
+    grouped = _grouped_rotation(rotated, tiers, layout)
     if _backend_for(buffers, layout.table, backend) == "triton":
         buffers.device_codec.unpack(payload, rows, layout)
     else:
-        unpack_by_torch(payload, buffers, rows, layout)
+        unpack_by_torch(payload, buffers, rows, layout, grouped)
 
 
 def unpack_if_intact(
@@ -149,6 +158,7 @@ def unpack_if_intact(
     checksum: int,
     prologue: Prologue | None = None,
     backend: Backend | None = None,
+    rotated: RotatedRows | None = None,
 ) -> Pending[UnpackOutcome]:
     """`unpack_payload` of a payload whose checksum and prologue are the announced ones; otherwise nothing is written.
 
@@ -164,11 +174,13 @@ def unpack_if_intact(
         checksum: announced `payload_checksum`.
         prologue: announced prologue; None to leave it unchecked.
         backend: as for `pack_payload`.
+        rotated: as for `pack_payload`.
 
     Raises:
         PayloadError: as `unpack_payload`; the pool is untouched then.
     """
     rows = _checked_for_unpacking(payload, buffers, pool_slots, tiers, layout)
+    grouped = _grouped_rotation(rotated, tiers, layout)
     announced = None if prologue is None else encode_prologue(prologue)
     if _backend_for(buffers, layout.table, backend) == "triton":
         return buffers.device_codec.unpack(payload, rows, layout, checksum, prologue)
@@ -176,7 +188,7 @@ def unpack_if_intact(
     fits = announced is None or payload[: len(announced)].cpu().numpy().tobytes() == announced
     outcome = UnpackOutcome(found, found == checksum, fits)
     if outcome.written:
-        unpack_by_torch(payload, buffers, rows, layout)
+        unpack_by_torch(payload, buffers, rows, layout, grouped)
         if buffers.device.type == "cuda":  # a pool or a precision that the kernels do not take
             torch.cuda.current_stream(buffers.device).synchronize()
     return Pending(lambda: outcome)
@@ -197,7 +209,7 @@ def warm_up_kernels(buffers: KVBuffers, geometry: KVGeometry, table: PrecisionTa
     layout = plan_layout(geometry, table, [1] * table.tiers)
     scratch = torch.zeros(layout.total_bytes, dtype=torch.uint8, device=buffers.device)
     slots, tiers = torch.zeros(table.tiers, dtype=torch.int64), np.arange(table.tiers, dtype=np.uint8)
-    prologue = Prologue(0, 0, 0, layout.rows_per_tier, layout.total_bytes, geometry.digest(), table.digest())
+    prologue = Prologue(0, 0, 0, 0, layout.rows_per_tier, layout.total_bytes, geometry.digest(), table.digest())
     checksum = pack_with_checksum(buffers, slots, tiers, layout, scratch, prologue).wait()
     unpack_if_intact(scratch, buffers, slots, tiers, layout, checksum ^ 1, prologue).wait()
 
@@ -271,6 +283,18 @@ def _grouped_rows(
     return slots[np.argsort(tiers, kind="stable")]
 
 
+def _grouped_rotation(
+    rotated: RotatedRows | None, tiers: npt.NDArray[np.uint8], layout: PayloadLayout
+) -> RotatedRows | None:
+    """Angles in the order of `_grouped_rows`; None for a table that needs none."""
+    if not layout.table.needs_rotation:
+        return None
+    if rotated is None:
+        raise PayloadError("payload rows: the precision table rotates keys back by position, but no angles were given")
+    rotated.check(layout.geometry.layers, tiers.size)
+    return rotated.reordered(np.argsort(tiers, kind="stable"))
+
+
 def _check_memory(payload: torch.Tensor, buffers: KVBuffers) -> None:
     if payload.dtype != torch.uint8 or payload.dim() != 1 or not payload.is_contiguous():
         raise PayloadError(
@@ -288,6 +312,9 @@ def why_not_kernels(buffers: KVBuffers, table: PrecisionTable) -> str | None:
     """Why payloads of ``table`` go the way of torch on a GPU, or None if they do not."""
     if buffers.unfit_for_kernels is not None:
         return f"the kernels take {buffers.unfit_for_kernels}"
+    without = ", ".join(precision.name for precision in sorted(table.precisions - WITH_KERNELS))
+    if without or table.transforms.any():
+        return f"there are no kernels for {without or 'transforms'}"
     unproven = ", ".join(precision.name for precision in sorted(table.precisions & INTERPRETED_ONLY))
     return f"the kernels of {unproven} have not been run on a GPU yet" if unproven else None
 
@@ -301,4 +328,6 @@ def _backend_for(buffers: KVBuffers, table: PrecisionTable, backend: Backend | N
         return "torch" if why_not_kernels(buffers, table) else "triton"
     if buffers.unfit_for_kernels is not None:
         raise PayloadError(f"payload backend: Triton kernels take {buffers.unfit_for_kernels}; use the torch backend")
+    if table.precisions - WITH_KERNELS or table.transforms.any():
+        raise PayloadError(f"payload backend: {why_not_kernels(buffers, table)}; use the torch backend")
     return "triton"

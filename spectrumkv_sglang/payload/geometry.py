@@ -69,6 +69,6 @@ class KVGeometry:
         return self.v_head_dim if kv else self.head_dim
 
     def digest(self) -> int:
-        """Return 64 bits that are equal for equal geometries, on every machine and in every release of format 1."""
+        """Return 64 bits that are equal for equal geometries, on every machine and in every release."""
         text = ";".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8, person=b"SKV-geometry").digest(), "little")

@@ -12,12 +12,24 @@ import torch
 
 from spectrumkv_sglang.kernels.precision import Precision
 from spectrumkv_sglang.kernels.quantisers import quantiser_for
+from spectrumkv_sglang.kernels.quantisers.base import to_pool_dtype
+from spectrumkv_sglang.kernels.transforms import Angles, Transform, transform_for
+from spectrumkv_sglang.payload.key_rotation import RotatedRows
 from spectrumkv_sglang.payload.kv_buffers import KVBuffers
 from spectrumkv_sglang.payload.layout import PayloadLayout, Segment
 
 
-def pack_by_torch(buffers: KVBuffers, rows: npt.NDArray[np.int64], layout: PayloadLayout, out: torch.Tensor) -> None:
-    """Write the body of the payload of ``rows`` (int64, grouped by tier, all valid) to ``out``, padding zeroed."""
+def pack_by_torch(
+    buffers: KVBuffers,
+    rows: npt.NDArray[np.int64],
+    layout: PayloadLayout,
+    out: torch.Tensor,
+    rotated: RotatedRows | None = None,
+) -> None:
+    """Write the body of the payload of ``rows`` (int64, grouped by tier, all valid) to ``out``, padding zeroed.
+
+    ``rotated`` has the same order, and is there if the table asks for it.
+    """
     out[layout.prologue_bytes : layout.total_bytes].zero_()
     index = torch.from_numpy(rows).to(buffers.device)
     gathered = torch.empty(0)
@@ -31,15 +43,24 @@ def pack_by_torch(buffers: KVBuffers, rows: npt.NDArray[np.int64], layout: Paylo
         if segment.precision is Precision.NATIVE:
             codes_out.view(part.dtype).copy_(part)
             continue
-        codes, params = quantiser_for(segment.precision).quantise(part)
+        transform = transform_for(layout.table.transform(segment.layer, segment.kv))
+        part = transform.forward(part.float(), _angles(segment, layout, rotated))
+        codes, params = quantiser_for(segment.precision).quantise(part, transform.near_normal)
         codes_out.copy_(codes)
         params_out.copy_(params)
 
 
 def unpack_by_torch(
-    payload: torch.Tensor, buffers: KVBuffers, rows: npt.NDArray[np.int64], layout: PayloadLayout
+    payload: torch.Tensor,
+    buffers: KVBuffers,
+    rows: npt.NDArray[np.int64],
+    layout: PayloadLayout,
+    rotated: RotatedRows | None = None,
 ) -> None:
-    """Write the body of a payload to ``rows`` (int64, grouped by tier, all valid and distinct) of the pool."""
+    """Write the body of a payload to ``rows`` (int64, grouped by tier, all valid and distinct) of the pool.
+
+    ``rotated`` as for `pack_by_torch`.
+    """
     geometry = layout.geometry
     dtype = getattr(torch, geometry.dtype)
     index = torch.from_numpy(rows).to(buffers.device)
@@ -50,12 +71,31 @@ def unpack_by_torch(
     last = len(layout.segments) - 1
     for number, segment in enumerate(layout.segments):
         codes, params = _arrays(payload, segment, geometry.dim_of(segment.kv))
-        part = quantiser_for(segment.precision).dequantise(codes, params, dtype)
+        part = _restored(codes, params, segment, layout, rotated)
         block = gathered[segment.kv]
         block[segment.row_start : segment.row_start + segment.rows, segment.head_lo : segment.head_hi] = part
         following = layout.segments[number + 1] if number < last else None
         if following is None or (following.layer, following.kv) != (segment.layer, segment.kv):
             buffers.of(segment.layer, segment.kv).index_copy_(0, index, block)
+
+
+def _restored(
+    codes: torch.Tensor, params: torch.Tensor, segment: Segment, layout: PayloadLayout, rotated: RotatedRows | None
+) -> torch.Tensor:
+    """[rows, heads, dim] in the pool's dtype, rounded to it once."""
+    dtype: torch.dtype = getattr(torch, layout.geometry.dtype)
+    quantiser = quantiser_for(segment.precision)
+    transform = layout.table.transform(segment.layer, segment.kv)
+    if transform is Transform.IDENTITY or segment.precision is Precision.NATIVE:
+        return quantiser.dequantise(codes, params, dtype)
+    values = quantiser.dequantise(codes, params, torch.float32)
+    return to_pool_dtype(transform_for(transform).inverse(values, _angles(segment, layout, rotated)), dtype)
+
+
+def _angles(segment: Segment, layout: PayloadLayout, rotated: RotatedRows | None) -> Angles | None:
+    if rotated is None or layout.table.transform(segment.layer, segment.kv) is not Transform.DEROPE:
+        return None
+    return rotated.of(segment.layer, segment.row_start, segment.row_start + segment.rows)
 
 
 def _arrays(payload: torch.Tensor, segment: Segment, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -181,6 +181,7 @@ def test_prologue_travels_in_the_first_bytes() -> None:
         room=2**63 - 1,
         generation=5,
         sequence=2,
+        first_position=0,
         rows_per_tier=chunk.layout.rows_per_tier,
         total_bytes=chunk.layout.total_bytes,
         geometry_digest=chunk.layout.geometry.digest(),
@@ -243,7 +244,7 @@ def test_pack_refuses_memory_that_is_too_short() -> None:
 def prologue_of(chunk: Chunk) -> Prologue:
     layout = chunk.layout
     digests = layout.geometry.digest(), layout.table.digest()
-    return Prologue(7, 1, 0, layout.rows_per_tier, layout.total_bytes, *digests)
+    return Prologue(7, 1, 0, 0, layout.rows_per_tier, layout.total_bytes, *digests)
 
 
 def test_packing_with_a_checksum_is_packing_prologue_and_checksum() -> None:

@@ -1,4 +1,4 @@
-"""Format version 1 stays what it was when it was released."""
+"""Format version 2 stays what it was when it was released."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ import torch
 from spectrumkv_sglang.kernels.checksum import payload_checksum
 from spectrumkv_sglang.kernels.quantisers import quantiser_for
 from spectrumkv_sglang.payload.codec import KVBuffers, read_prologue, unpack_payload
+from spectrumkv_sglang.payload.errors import PayloadError
 from spectrumkv_sglang.payload.layout import plan_layout
 from spectrumkv_sglang.payload.tier_map import encode_tier_map
 
 MAKER = Path(__file__).parent / "golden" / "make_payload.py"
-VERSION_1 = MAKER.with_name("v1.bin")
-VERSION_1_CHANNEL = MAKER.with_name("v1-int4-channel.bin")
-CHECKSUM = 0xBC23AAD2A31136BB
-GEOMETRY_DIGEST = 0xBC0A880E3509FFA7
-TABLE_DIGEST = 0x32A158A6B9C7AA23
-TABLE_BYTES = "03000000000000000000000000020202010101020202010101010001030003030003030003"
+VERSION_2 = MAKER.with_name("v2.bin")
+VERSION_2_CHANNELS = MAKER.with_name("v2-channels.bin")
+VERSION_2_TRANSFORMS = MAKER.with_name("v2-transforms.bin")
+CHECKSUM = 0x9070477AD321C11E
+GEOMETRY_DIGEST = 0x1F16399216936706
+TABLE_DIGEST = 0x91FB45F6E7F6DC26
+TABLE_BYTES = "0300000000000000000000000002020201010102020201010101000103000303000303000300000000"
 TIER_MAP = "a461a059a8"
 
 
@@ -42,17 +44,17 @@ def read(path: Path) -> torch.Tensor:
 
 @pytest.fixture
 def golden() -> torch.Tensor:
-    return read(VERSION_1)
+    return read(VERSION_2)
 
 
-def test_this_build_still_writes_version_1(maker: ModuleType, golden: torch.Tensor) -> None:
+def test_this_build_still_writes_version_2(maker: ModuleType, golden: torch.Tensor) -> None:
     written = maker.payload()
     assert written.numel() == golden.numel()
     assert torch.nonzero(written != golden).flatten().tolist() == []
 
 
 def test_this_build_still_writes_and_reads_scales_that_rows_share(maker: ModuleType) -> None:
-    golden, written = read(VERSION_1_CHANNEL), maker.channel_payload()
+    golden, written = read(VERSION_2_CHANNELS), maker.channel_payload()
     assert written.numel() == golden.numel()
     assert torch.nonzero(written != golden).flatten().tolist() == []
     prologue = read_prologue(golden)
@@ -73,7 +75,30 @@ def test_this_build_still_writes_and_reads_scales_that_rows_share(maker: ModuleT
         assert bool(((got.double() - want.double()).abs() <= bound)[finite].all())
 
 
-def test_this_build_still_reads_version_1(maker: ModuleType, golden: torch.Tensor) -> None:
+def test_this_build_still_writes_and_reads_what_was_transformed(maker: ModuleType) -> None:
+    golden, written = read(VERSION_2_TRANSFORMS), maker.transform_payload()
+    assert torch.nonzero(written != golden).flatten().tolist() == []
+    prologue = read_prologue(golden)
+    assert prologue.first_position == 3
+    layout = plan_layout(maker.GEOMETRY, maker.transform_table(), prologue.rows_per_tier)
+    assert prologue.total_bytes == layout.total_bytes == golden.numel()
+    sent = maker.buffers()
+    received = KVBuffers([torch.zeros_like(k) for k in sent.k], [torch.zeros_like(v) for v in sent.v])
+    rotated = maker.rotation().at(prologue.first_position, len(maker.TIERS))
+    unpack_payload(golden, received, maker.POOL_SLOTS, maker.TIERS, layout, rotated=rotated)
+    with pytest.raises(PayloadError, match="no angles were given"):
+        unpack_payload(golden, received, maker.POOL_SLOTS, maker.TIERS, layout)
+    for got, want in zip((*received.k, *received.v), (*sent.k, *sent.v), strict=True):
+        got, want = got[maker.POOL_SLOTS].float(), want[maker.POOL_SLOTS].float()
+        finite = torch.isfinite(want).all(dim=(1, 2))  # a transform spreads what is not finite over its row
+        peak = want.abs().amax((1, 2), keepdim=True)
+        assert bool(((got - want).abs() <= peak)[finite].all())  # two bits say little more than the sign
+        assert torch.equal(got[(maker.TIERS == 0) & finite.numpy()], want[(maker.TIERS == 0) & finite.numpy()])
+        eight = (maker.TIERS == 1) & finite.numpy()
+        assert bool(((got - want).abs() <= peak * 0.02)[eight].all())
+
+
+def test_this_build_still_reads_version_2(maker: ModuleType, golden: torch.Tensor) -> None:
     prologue = read_prologue(golden)
     assert prologue.room == 0x0123_4567_89AB_CDEF
     assert (prologue.generation, prologue.sequence, prologue.rows_per_tier) == (42, 7, (5, 6, 9))
@@ -100,7 +125,7 @@ def test_numbers_that_other_messages_carry_stay_the_same(maker: ModuleType, gold
 
 
 def test_the_golden_file_is_never_replaced(maker: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    before = [path.read_bytes() for path in (VERSION_1, VERSION_1_CHANNEL)]
+    before = [path.read_bytes() for path in (VERSION_2, VERSION_2_CHANNELS, VERSION_2_TRANSFORMS)]
     assert maker.main() == 1
-    assert capsys.readouterr().err.count("new FORMAT_VERSION") == 2
-    assert [path.read_bytes() for path in (VERSION_1, VERSION_1_CHANNEL)] == before
+    assert capsys.readouterr().err.count("new FORMAT_VERSION") == 3
+    assert [path.read_bytes() for path in (VERSION_2, VERSION_2_CHANNELS, VERSION_2_TRANSFORMS)] == before

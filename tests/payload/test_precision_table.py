@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from spectrumkv_sglang.kernels.precision import Precision
+from spectrumkv_sglang.kernels.transforms import Transform
 from spectrumkv_sglang.payload.errors import PayloadError
 from spectrumkv_sglang.payload.geometry import KVGeometry
 from spectrumkv_sglang.payload.precision_table import PrecisionTable
@@ -59,13 +60,52 @@ def test_garbage_is_refused_or_is_a_table(raw: bytes) -> None:
     assert table.to_bytes() == raw
 
 
-def test_reserved_and_unknown_precisions_are_refused() -> None:
+def test_unknown_precisions_are_refused() -> None:
     values = np.zeros((1, 1, 2, 1), np.uint8)
-    values[0, 0, 1, 0] = 4
-    with pytest.raises(PayloadError, match="unknown precision 4"):
+    values[0, 0, 1, 0] = 14
+    with pytest.raises(PayloadError, match="unknown precision 14"):
         PrecisionTable(values)
-    with pytest.raises(PayloadError, match="unknown precision 4"):
-        PrecisionTable.from_bytes(b"\x01\x00\x04", KVGeometry(1, 1, 8, 8, 1, "float16"))
+    with pytest.raises(PayloadError, match="unknown precision 14"):
+        PrecisionTable.from_bytes(b"\x01\x00\x0e\x00\x00", KVGeometry(1, 1, 8, 8, 1, "float16"))
+
+
+VALUES = np.zeros((1, 2, 2, 1), np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("transforms", "message"),
+    [
+        (np.zeros((2, 2), np.int64), "expected transforms uint8"),
+        (np.zeros((1, 2), np.uint8), "expected transforms uint8"),
+        (np.array([[0, 0], [3, 0]], np.uint8), "unknown transform 3"),
+        (np.array([[0, 0], [0, Transform.DEROPE]], np.uint8), "expected keys alone"),
+    ],
+)
+def test_malformed_transforms_are_refused(transforms: np.ndarray, message: str) -> None:
+    with pytest.raises(PayloadError, match=message):
+        PrecisionTable(VALUES, transforms)
+
+
+def test_transforms_belong_to_a_layer_and_make_another_table() -> None:
+    transforms = np.array([[Transform.DEROPE, 0], [0, Transform.HADAMARD]], np.uint8)
+    table, plain = PrecisionTable(VALUES, transforms), PrecisionTable(VALUES)
+    assert table.transform(0, 0) is Transform.DEROPE
+    assert table.transform(1, 1) is Transform.HADAMARD
+    assert table.transform(0, 1) is Transform.IDENTITY
+    assert table.needs_rotation
+    assert not plain.needs_rotation
+    assert table != plain
+    assert table.digest() != plain.digest()
+    again = PrecisionTable.from_bytes(table.to_bytes(), geometry_of(table))
+    assert again == table
+    assert again.transforms.tolist() == transforms.tolist()
+
+
+def test_head_dimensions_that_a_transform_does_not_take_are_refused() -> None:
+    spread = PrecisionTable(np.ones((1, 1, 2, 1), np.uint8), np.array([[0, Transform.HADAMARD]], np.uint8))
+    spread.check_geometry(KVGeometry(1, 1, 24, 48, 1, "float16"))
+    with pytest.raises(PayloadError, match=r"Hadamard transform: expected a head dimension .* got 24"):
+        spread.check_geometry(KVGeometry(1, 1, 48, 24, 1, "float16"))
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,13 @@ PROLOGUES = st.builds(
     room=U64,
     generation=U64,
     sequence=U32,
+    first_position=U32,
     rows_per_tier=st.lists(U32, min_size=1, max_size=4).map(tuple),
     total_bytes=U64,
     geometry_digest=U64,
     table_digest=U64,
 )
-PROLOGUE = Prologue(2**63 - 1, 7, 3, (1, 2, 3), 4096, 11, 13)
+PROLOGUE = Prologue(2**63 - 1, 7, 3, 5, (1, 2, 3), 4096, 11, 13)
 
 
 @given(prologue=PROLOGUES)
@@ -34,7 +35,7 @@ def test_round_trip(prologue: Prologue) -> None:
     assert decode_prologue(raw + b"codes") == prologue
 
 
-@given(raw=st.binary(max_size=300) | st.binary(max_size=300).map(lambda tail: b"SKVP\x01\x00" + tail))
+@given(raw=st.binary(max_size=300) | st.binary(max_size=300).map(lambda tail: b"SKVP\x02\x00" + tail))
 @settings(deadline=None)
 def test_garbage_never_reads_as_something_else(raw: bytes) -> None:
     try:
@@ -60,11 +61,12 @@ def test_any_changed_byte_is_refused_or_seen(prologue: Prologue, position: int, 
     ("position", "value", "message"),
     [
         (0, b"X", "expected magic b'SKVP', got b'XKVP'"),
-        (4, b"\x02", "expected format version 1, got 2"),
+        (4, b"\x01", "expected format version 2, got 1"),
+        (4, b"\x03", "expected format version 2, got 3"),
         (6, b"\x00", "expected 1 to 4 tiers, got 0"),
         (6, b"\x05", "expected 1 to 4 tiers, got 5"),
         (6, b"\x02", "expected no rows beyond tier 1"),
-        (12, b"\x01", "expected zero in the reserved bytes"),
+        (72, b"\x01", "expected zero in the reserved bytes"),
         (255, b"\x01", "expected zero in the reserved bytes"),
     ],
 )
@@ -87,6 +89,7 @@ def test_truncation_is_refused(length: int) -> None:
         ({"room": -1}, "room must be between 0"),
         ({"room": 2**64}, "room must be between 0"),
         ({"sequence": 2**32}, "sequence must be between 0"),
+        ({"first_position": 2**32}, "first_position must be between 0"),
         ({"rows_per_tier": ()}, "expected 1 to 4 tiers, got 0"),
         ({"rows_per_tier": (1,) * 5}, "expected 1 to 4 tiers, got 5"),
         ({"rows_per_tier": (1, 2**32)}, "rows of tier 1 must be between 0"),
@@ -103,6 +106,7 @@ def test_fields_that_do_not_fit_are_refused(change: dict[str, object], message: 
         {"room": 1},
         {"generation": 8},
         {"sequence": 4},
+        {"first_position": 6},
         {"rows_per_tier": (1, 2, 4)},
         {"total_bytes": 4352},
         {"geometry_digest": 12},
