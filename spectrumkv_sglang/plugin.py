@@ -193,7 +193,8 @@ def _read_registration(original: Any, cls: Any, msg: list[bytes]) -> Any:
 def _attach_prefill(original: Any, queue: Any, *args: Any, **kwargs: Any) -> Any:
     kv_manager = original(queue, *args, **kwargs)
     kv_manager.scheduler_overlaps = partial(compat.scheduler_overlaps, queue.scheduler)
-    view = kv_manager.attach(queue.token_to_kv_pool, queue.draft_token_to_kv_pool)
+    model = compat.served_module(queue.scheduler)
+    view = kv_manager.attach(queue.token_to_kv_pool, queue.draft_token_to_kv_pool, model)
     if view is not None and kv_manager.prefill_rank.scores is not None:
         from spectrumkv_sglang.importance.attention_hook import AttentionObserver
 
@@ -210,7 +211,8 @@ def _attach_prefill(original: Any, queue: Any, *args: Any, **kwargs: Any) -> Any
 
 def _attach_decode(original: Any, queue: Any, *args: Any, **kwargs: Any) -> Any:
     kv_manager = original(queue, *args, **kwargs)
-    kv_manager.attach(queue.token_to_kv_pool, queue.draft_token_to_kv_pool)
+    model = compat.served_module(queue.scheduler)
+    kv_manager.attach(queue.token_to_kv_pool, queue.draft_token_to_kv_pool, model)
     return kv_manager
 
 

@@ -213,6 +213,67 @@ def plain_pool_type() -> type:
     return resolve("sglang.srt.mem_cache.memory_pool.MHATokenToKVPool")
 
 
+# Attention modules that own a rotary embedding and rotate in some of their layers only, or by other angles than it has.
+ATTENTION_WITH_OTHER_ANGLES = frozenset(
+    {
+        "AfmoeAttention",
+        "Cohere2MoeAttention",
+        "CohereAttention",
+        "Exaone4Attention",
+        "ExaoneMoEAttention",
+        "HunYuanAttention",
+        "XllmAttention",
+    }
+)
+
+
+def served_module(scheduler: Any) -> Any | None:
+    """The model of SGLang's Scheduler, a torch module; None where its worker keeps it elsewhere, as MLX's does."""
+    return getattr(getattr(getattr(scheduler, "tp_worker", None), "model_runner", None), "model", None)
+
+
+def attention_layer_type() -> type:
+    """SGLang's layer that writes keys and values of one ``layer_id`` into the pool."""
+    return resolve("sglang.srt.layers.radix_attention.RadixAttention")
+
+
+def rotary_types() -> tuple[type, ...]:
+    """SGLang's rotary embeddings that turn a token by its one position, as row ``position`` of ``cos_sin_cache`` says.
+
+    The cache [positions, rotary dim] holds cosines and then sines of half the rotary dims, scaled frequencies and
+    YaRN's factor included. "Dynamic" NTK is among them: SGLang computes its table once. The attribute may be another
+    tensor later: `reserve_rope_cache_for_long_sequences` lengthens it to the context length and 256 rows more before
+    the pools are made, forwards may move or cast it. It is float32 on CUDA (and on ROCm from 0.5.23 on), and of the
+    model's dtype on a CPU.
+    """
+    package = "sglang.srt.layers.rotary_embedding"
+    return (
+        resolve(f"{package}.base.RotaryEmbedding"),
+        resolve(f"{package}.base.LinearScalingRotaryEmbedding"),
+        resolve(f"{package}.rope_variant.Llama3RotaryEmbedding"),
+        resolve(f"{package}.rope_variant.DynamicNTKAlphaRotaryEmbedding"),
+        resolve(f"{package}.rope_variant.DynamicNTKScalingRotaryEmbedding"),
+        resolve(f"{package}.yarn.YaRNScalingRotaryEmbedding"),
+    )
+
+
+def is_rotary(module: Any) -> bool:
+    """Whether a torch module looks like a rotary embedding of any kind."""
+    return hasattr(module, "is_neox_style") or "Rot" in type(module).__name__ or "RoPE" in type(module).__name__
+
+
+def outside_frequencies(model: Any) -> list[tuple[Any, float]]:
+    """Frequencies (tensor) and factor of rotary embeddings that ``model`` computes once for all layers, outside them.
+
+    Gemma 3's layers keep rotary embeddings that they do not use where these say otherwise.
+    """
+    return [
+        (module.inv_freq, float(module.attention_scaling))
+        for module in model.modules()
+        if type(module).__name__ == "Gemma3RotaryEmbedding"
+    ]
+
+
 def mooncake_engine(manager: Any) -> Any:
     """Mooncake's own TransferEngine behind SGLang's wrapper, which swallows error codes."""
     return manager.engine.engine

@@ -143,7 +143,8 @@ class InPlaceTransfer:
 
     def _pack_chunk(self, prompt: _Prompt, planned: PlannedChunk, pages: np.ndarray, first_page: int) -> None:
         plan = planned.plan
-        for piece in pieces_of(pages, plan.tiers, plan.subchunks, self._view.geometry.page_size):
+        page_size = self._view.geometry.page_size
+        for piece in pieces_of(pages, plan.tiers, plan.subchunks, page_size, first_page * page_size):
             job = PackJob(prompt.room, 1, piece, planned.table)
             packed = pack_into_slot(job, self._view, self._memory, 0).wait()
             commit = job.commit(chunk=0, slot=0, page_start=first_page, checksum=packed.checksum)

@@ -34,6 +34,7 @@ from spectrumkv_sglang.loopback.plan import (
 )
 from spectrumkv_sglang.transfer.errors import GoNativeError
 from spectrumkv_sglang.transfer.pool_view import PoolView, view_pool
+from spectrumkv_sglang.transfer.served_rotation import with_rotation
 from spectrumkv_sglang.verification.fingerprint import FingerprintError
 from spectrumkv_sglang.verification.served import served_fingerprint
 
@@ -80,7 +81,7 @@ class LoopbackScheduler:
         self._plan = plan
         allocator = scheduler.token_to_kv_pool_allocator
         self._req_to_token = scheduler.req_to_token_pool.req_to_token
-        self._view = _view(allocator)
+        self._view = with_rotation(_view(allocator), sglang_compat.served_module(scheduler))
         self._page_size = self._view.geometry.page_size
         self._writer = ResultWriter(plan.results) if sglang_compat.scheduler_tp_rank(scheduler) == 0 else None
         self._judge = ContinuationJudge()

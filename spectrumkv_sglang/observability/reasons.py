@@ -87,6 +87,7 @@ class Reason(str, Enum):
     UNSUPPORTED_DTYPE = "unsupported_dtype"
     GEOMETRY_MISMATCH = "geometry_mismatch"
     TIER_FORBIDDEN = "tier_forbidden"
+    ROTATION_UNKNOWN = "rotation_unknown"
     ROOM_UNKNOWN_TO_PLUGIN = "room_unknown_to_plugin"
     POOL_EXHAUSTED = "pool_exhausted"
     OPEN_TIMEOUT = "open_timeout"
@@ -162,6 +163,7 @@ _REASON_MEANING: dict[Reason, str] = {
     Reason.UNSUPPORTED_DTYPE: "the KV dtype is not float32, float16 or bfloat16: not tiered",
     Reason.GEOMETRY_MISMATCH: "layers, heads, head size or page size differ between the peers: serve one model",
     Reason.TIER_FORBIDDEN: "decode forbids a precision that this profile needs: probe and configure both sides alike",
+    Reason.ROTATION_UNKNOWN: "decode does not know the angles of keys that travel unrotated: use `keys: identity`",
     Reason.ROOM_UNKNOWN_TO_PLUGIN: "the room was registered before SpectrumKV saw it: harmless after a restart",
     Reason.POOL_EXHAUSTED: "decode had no free landing slot within slot_wait_s: raise landing_slots",
     Reason.OPEN_TIMEOUT: "decode did not answer OPEN within open_timeout_s: can prefill reach its control port?",

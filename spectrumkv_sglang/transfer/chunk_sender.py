@@ -147,7 +147,8 @@ class ChunkSender:
         raise GoNativeError(Reason.CONTROL_ERROR, f"decode answered OPEN with {type(answer).__name__}")
 
     def _run(self, task: ChunkTask, flight: InFlight, stats: ChunkStats) -> None:
-        for piece in pieces_of(task.pages, task.tiers, task.subchunks, self._view.geometry.page_size):
+        page_size = self._view.geometry.page_size
+        for piece in pieces_of(task.pages, task.tiers, task.subchunks, page_size, task.first_position):
             if not task.room_is_live():
                 raise ChunkFailedError(FailureCause.ROOM_GONE, f"room {task.room} was aborted on prefill")
             self._commit_ended_writes(task, flight, stats)

@@ -21,13 +21,16 @@ from spectrumkv_sglang.transfer.slot_pool import Slot
 
 @dataclass(frozen=True)
 class ChunkTask:
-    """One chunk to send. ``pages`` are prefill's own page ids; the destination is a page range of the room."""
+    """One chunk to send. ``pages`` are prefill's own page ids; the destination is a page range of the room.
+    ``first_position`` is that of the chunk's first row in the prompt: the room's pages follow those that decode has
+    cached."""
 
     room: int
     session: str
     peer: Handshake
     pages: np.ndarray
     page_start: int
+    first_position: int
     tiers: np.ndarray
     table: PrecisionTable
     subchunks: list[SubChunk]

@@ -69,6 +69,7 @@ class DecodeRank:
             slot_bytes=config.slot_bytes,
             landing_slots=config.landing_slots,
             allowed_tiers=[int(tier) for tier in config.allowed_tiers],
+            knows_rotation=view.rotation is not None,
         )
         self.handshake_frame = encode_handshake(self.handshake)
 

@@ -37,6 +37,7 @@ class Handshake(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     slot_bytes: Annotated[int, msgspec.Meta(ge=1)]
     landing_slots: Count
     allowed_tiers: TierList  # those that decode accepts; HIGH is among them
+    knows_rotation: bool  # whether decode can rotate keys again that were rotated back by their position
 
 
 _encoder = msgspec.msgpack.Encoder()

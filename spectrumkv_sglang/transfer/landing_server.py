@@ -251,6 +251,10 @@ class LandingServer:
             log_once(logger, logging.WARNING, "tier-forbidden", f"refused a chunk, which then travels natively: {text}")
             self._reply(key, Refused(key[1], Reason.TIER_FORBIDDEN.value, text[:1024]))
             return
+        if table.needs_rotation and self._view.rotation is None:
+            text = f"decode does not know the angles of keys that travel unrotated: {self._view.why_no_rotation}"
+            self._reply(key, Refused(key[1], Reason.ROTATION_UNKNOWN.value, text[:1024]))
+            return
         chunk = _OpenChunk(message, registration, table, last_seen=self._clock())
         if not self._waiting and self._grant(key, chunk):
             return

@@ -25,6 +25,7 @@ from spectrumkv_sglang.transfer.errors import GoNativeError
 from spectrumkv_sglang.transfer.handshake import RegistrationSocket
 from spectrumkv_sglang.transfer.pool_view import PoolView, view_pool
 from spectrumkv_sglang.transfer.prefill_rank import NativeResult, OutgoingChunk, PrefillRank
+from spectrumkv_sglang.transfer.served_rotation import require_rotation, with_rotation
 from spectrumkv_sglang.transfer.slot_memory import RegistrationError
 from spectrumkv_sglang.transfer.tier_enforcement import enforce_tiers
 from spectrumkv_sglang.version import __version__
@@ -76,12 +77,13 @@ class SpectrumKVManager(MooncakeKVManager):  # type: ignore[misc]
 
     # ---- set-up --------------------------------------------------------------------------------------------------
 
-    def attach(self, pool: Any, draft_pool: Any) -> PoolView | None:
-        """Learn the rank's KV pool; called once, before the scheduler serves. Returns the view of a tierable pool.
+    def attach(self, pool: Any, draft_pool: Any, model: Any) -> PoolView | None:
+        """Learn the rank's KV pool and ``model`` (a torch module, or None); called once, before the scheduler serves.
+        Returns the view of a tierable pool.
 
         Raises:
-            SpectrumKVError: ``control_host`` cannot be bound, or the probe's record does not allow to serve the model;
-                the server does not start.
+            SpectrumKVError: ``control_host`` cannot be bound, the probe's record does not allow to serve the model, or
+                the profile rotates keys by angles that are not known; the server does not start.
         """
         config = self.spectrumkv_config
         view: PoolView | GoNativeError
@@ -105,6 +107,10 @@ class SpectrumKVManager(MooncakeKVManager):  # type: ignore[misc]
                 self._metrics,
                 speaks=int(self.kv_args.engine_rank) == 0,
             )
+            view = with_rotation(view, model)
+            if view.rotation is None:
+                logger.info("SpectrumKV %s: keys cannot travel unrotated: %s", self._role, view.why_no_rotation)
+            require_rotation(view, config)
         else:
             self._metrics.probe_state(ProbeState.NOT_NEEDED)
         engine = sglang_compat.mooncake_engine(self)

@@ -24,7 +24,7 @@ from spectrumkv_sglang.payload.precision_table import MAX_TIERS
 from spectrumkv_sglang.transfer.errors import ControlMessageError
 
 MAGIC = b"SKVC"
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_MESSAGE_BYTES = 4 << 20
 MOST_GRANTED_SLOTS = 16  # a chunk's pipeline keeps no more busy
 _ENVELOPE = struct.Struct("<4sHH")
@@ -85,6 +85,7 @@ class Commit(_Message, frozen=True):
     generation: U64
     page_start: U32
     page_count: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
+    first_position: U32  # of the first row in the prompt; page_start counts from decode's cached prefix
     rows_per_tier: Annotated[list[U32], msgspec.Meta(min_length=1, max_length=MAX_TIERS)]
     tier_map: Annotated[bytes, msgspec.Meta(max_length=MAX_MESSAGE_BYTES)]
     length: U64

@@ -29,26 +29,39 @@ class Piece(NamedTuple):
     Attributes:
         sequence: its number in the chunk.
         subchunk: its place in the chunk and its size.
+        first_position: of its first row in the prompt.
         pages: whole pages of our own pool.
         tiers: uint8 [pages * page size].
     """
 
     sequence: int
     subchunk: SubChunk
+    first_position: int
     pages: np.ndarray
     tiers: np.ndarray
 
 
-def pieces_of(pages: np.ndarray, tiers: np.ndarray, subchunks: Iterable[SubChunk], page_size: int) -> Iterator[Piece]:
-    """The sub-chunks of a chunk in order, each with its own pages and tiers."""
+def pieces_of(
+    pages: np.ndarray, tiers: np.ndarray, subchunks: Iterable[SubChunk], page_size: int, first_position: int
+) -> Iterator[Piece]:
+    """The sub-chunks of a chunk that starts at ``first_position`` of its prompt, in order, each with its own pages and
+    tiers."""
     for sequence, subchunk in enumerate(subchunks):
         first, end = subchunk.page_start, subchunk.page_start + subchunk.page_count
-        yield Piece(sequence, subchunk, pages[first:end], tiers[first * page_size : end * page_size])
+        rows = slice(first * page_size, end * page_size)
+        yield Piece(sequence, subchunk, first_position + rows.start, pages[first:end], tiers[rows])
 
 
 @dataclass(frozen=True)
 class PackJob:
-    """One sub-chunk to pack; ``generation`` is that of the landing slot that the payload is meant for."""
+    """One sub-chunk to pack.
+
+    Attributes:
+        room: that it belongs to.
+        generation: of the landing slot that the payload is meant for.
+        piece: what is packed.
+        table: precisions and transforms.
+    """
 
     room: int
     generation: int
@@ -72,6 +85,7 @@ class PackJob:
             generation=self.generation,
             page_start=page_start + piece.subchunk.page_start,
             page_count=piece.subchunk.page_count,
+            first_position=piece.first_position,
             rows_per_tier=list(piece.subchunk.rows_per_tier),
             tier_map=encode_tier_map(piece.tiers, self.table.tiers),
             length=piece.subchunk.payload_bytes,
@@ -109,6 +123,7 @@ def pack_into_slot(job: PackJob, view: PoolView, memory: SlotMemory, slot: int) 
         room=job.room,
         generation=job.generation,
         sequence=piece.sequence,
+        first_position=piece.first_position,
         rows_per_tier=layout.rows_per_tier,
         total_bytes=layout.total_bytes,
         geometry_digest=geometry.digest(),
@@ -117,7 +132,8 @@ def pack_into_slot(job: PackJob, view: PoolView, memory: SlotMemory, slot: int) 
     out = memory.work_area(slot, layout.total_bytes)
     slots = pool_slots_of_pages(piece.pages, geometry.page_size)
     stopwatch = _Stopwatch(view.device)
-    checksum = pack_with_checksum(view.buffers, slots, piece.tiers, layout, out, prologue)
+    rotated = view.rotated(job.table, piece.first_position, len(slots))
+    checksum = pack_with_checksum(view.buffers, slots, piece.tiers, layout, out, prologue, rotated=rotated)
     memory.flush_to_slot(slot, layout.total_bytes)
     seconds = stopwatch.stop()
 

@@ -7,13 +7,16 @@ layout is left to SGLang's own path.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from spectrumkv_sglang.observability.reasons import Reason
 from spectrumkv_sglang.payload.codec import KVBuffers
+from spectrumkv_sglang.payload.errors import PayloadError
 from spectrumkv_sglang.payload.geometry import KVGeometry
+from spectrumkv_sglang.payload.key_rotation import RotatedRows
+from spectrumkv_sglang.payload.precision_table import PrecisionTable
 from spectrumkv_sglang.transfer.errors import GoNativeError
 
 _DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -24,17 +27,42 @@ def _is_exactly(instance: Any, cls: type) -> bool:
     return type(instance) is cls
 
 
+class Rotation(Protocol):
+    """What a model turns its keys by."""
+
+    def at(self, first_position: int, rows: int) -> RotatedRows:
+        """The part for ``rows`` tokens of a prompt from ``first_position`` on."""
+
+
 @dataclass(frozen=True)
 class PoolView:
     """Tensors and geometry of a tierable pool.
 
-    ``buffers.k[layer]`` and ``buffers.v[layer]`` are [pool slots, kv heads, head dim], on ``device``.
+    ``buffers.k[layer]`` and ``buffers.v[layer]`` are [pool slots, kv heads, head dim], on ``device``. ``rotation`` is
+    what the model turns its keys by, None where that is not known: ``why_no_rotation`` says why.
     """
 
     buffers: KVBuffers
     geometry: KVGeometry
     device: torch.device
     pool_slots: int
+    rotation: Rotation | None = None
+    why_no_rotation: str = "nothing was said about the model's rotary embedding"
+
+    def rotated(self, table: PrecisionTable, first_position: int, rows: int) -> RotatedRows | None:
+        """Angles of ``rows`` tokens from ``first_position`` of their prompt on; None where ``table`` needs none.
+
+        Raises:
+            PayloadError: it needs angles that are not known here.
+        """
+        if not table.needs_rotation:
+            return None
+        if self.rotation is None:
+            raise PayloadError(
+                f"the payload's keys are rotated back by their position, but the angles are not known here: "
+                f"{self.why_no_rotation}"
+            )
+        return self.rotation.at(first_position, rows)
 
 
 def view_pool(pool: Any, draft_pool: Any, kv_args: Any, *, is_mla: bool, plain_pool_type: type) -> PoolView:

@@ -168,6 +168,7 @@ class PrefillRank:
                 peer=peer,
                 pages=chunk.pages,
                 page_start=chunk.page_start,
+                first_position=self._first_position(chunk),
                 tiers=plan.tiers,
                 table=planned.table,
                 subchunks=plan.subchunks,
@@ -204,7 +205,7 @@ class PrefillRank:
             planned = self._planner.plan(
                 room=chunk.room,
                 pages=chunk.pages,
-                first_position=chunk.prefix_tokens + chunk.page_start * self._page_size,
+                first_position=self._first_position(chunk),
                 prompt_tokens=chunk.prefix_tokens + chunk.room_pages * self._page_size,
                 slot_bytes=min(self._config.slot_bytes, peer.slot_bytes),
                 sent_before=self._sent.get((chunk.room, chunk.session), BytesSent()),
@@ -224,6 +225,9 @@ class PrefillRank:
                 f"tokens was sent at the smallest size that the allowed tiers reach, {plan.achieved:.3f}",
             )
         return planned
+
+    def _first_position(self, chunk: OutgoingChunk) -> int:
+        return chunk.prefix_tokens + chunk.page_start * self._page_size
 
     def _require_tierable(self, chunk: OutgoingChunk) -> tuple[PoolView, Handshake]:
         if not self._config.enabled:
@@ -254,6 +258,13 @@ class PrefillRank:
         forbidden = forbidden_in(planned.table, np.unique(planned.plan.tiers).tolist(), peer.allowed_tiers)
         if forbidden:
             raise GoNativeError(Reason.TIER_FORBIDDEN, f"it would travel with {forbidden}")
+        if planned.table.needs_rotation and not peer.knows_rotation:
+            raise GoNativeError(
+                Reason.ROTATION_UNKNOWN,
+                f"profile {planned.profile} rotates keys back by their position, and decode at {peer.control_endpoint} "
+                "does not know the angles to rotate them again: serve the same model there, or transform keys by "
+                "`identity`",
+            )
         if planned.reason is Reason.PEER_FORBIDS_TIER:
             ours = ", ".join(tier.label for tier in self._config.allowed_tiers)
             theirs = ", ".join(tier.label for tier in self._config.allowed_tiers if tier in peer.allowed_tiers)

@@ -58,6 +58,9 @@ def unpack_commit(job: UnpackJob, view: PoolView, memory: SlotMemory, rooms: Roo
                 f"payload length {commit.length} announced, {layout.total_bytes} follow from its counts, "
                 f"slots have {memory.slot_bytes}"
             )
+        rotated = view.rotated(job.table, commit.first_position, rows)
+        if rotated is not None:
+            rotated.check(geometry.layers, rows)
     except PayloadError as error:
         raise ChunkFailedError(FailureCause.BAD_MESSAGE, str(error)) from error
     payload = memory.load_from_slot(commit.slot, commit.length)
@@ -65,6 +68,7 @@ def unpack_commit(job: UnpackJob, view: PoolView, memory: SlotMemory, rooms: Roo
         room=job.room,
         generation=commit.generation,
         sequence=commit.sequence,
+        first_position=commit.first_position,
         rows_per_tier=tuple(counts),
         total_bytes=commit.length,
         geometry_digest=geometry.digest(),
@@ -74,7 +78,9 @@ def unpack_commit(job: UnpackJob, view: PoolView, memory: SlotMemory, rooms: Roo
         slots = pool_slots_of_pages(pages, geometry.page_size)
         if int(slots.max()) >= view.pool_slots or int(slots.min()) < 0:
             raise ChunkFailedError(FailureCause.PAGE_RANGE, f"room {job.room} has pages outside the KV pool")
-        outcome = unpack_if_intact(payload, view.buffers, slots, tiers, layout, commit.checksum, announced).wait()
+        outcome = unpack_if_intact(
+            payload, view.buffers, slots, tiers, layout, commit.checksum, announced, rotated=rotated
+        ).wait()
     if not outcome.checksum_fits:
         raise ChunkFailedError(
             FailureCause.CHECKSUM_MISMATCH,

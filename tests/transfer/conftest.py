@@ -89,7 +89,7 @@ def make_rank(peer: DecodePeer, resources_return: None) -> Iterator[MakeRank]:
     """Start a decode rank; at the end of the test it must hold no slot, chunk or room, and it is closed."""
     ranks: list[PeerRank] = []
 
-    def make(geometry: Any = GEOMETRY, on: DecodePeer = peer, **config: Any) -> PeerRank:
+    def make(geometry: Any = GEOMETRY, on: DecodePeer = peer, knows_rotation: bool = True, **config: Any) -> PeerRank:
         settings = {
             "slot_bytes": SLOT_BYTES,
             "slots_per_chunk": 1,
@@ -98,7 +98,7 @@ def make_rank(peer: DecodePeer, resources_return: None) -> Iterator[MakeRank]:
             "lease_s": 20,
             **config,
         }
-        rank = PeerRank(on, geometry, POOL_PAGES // geometry.page_size, settings)
+        rank = PeerRank(on, geometry, POOL_PAGES // geometry.page_size, settings, knows_rotation)
         if on is peer:
             ranks.append(rank)
         return rank

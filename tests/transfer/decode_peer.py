@@ -108,10 +108,19 @@ class DecodePeer:
 class PeerRank:
     """One rank of the decode process."""
 
-    def __init__(self, peer: DecodePeer, geometry: KVGeometry, pages: int, config: dict[str, Any]) -> None:
+    def __init__(
+        self, peer: DecodePeer, geometry: KVGeometry, pages: int, config: dict[str, Any], knows_rotation: bool = True
+    ) -> None:
         self.peer, self.geometry, self.pages = peer, geometry, pages
         self._rank = next(_rank_numbers)
-        frame = peer.ask("start_rank", rank=self._rank, geometry=asdict(geometry), pages=pages, config=config)
+        frame = peer.ask(
+            "start_rank",
+            rank=self._rank,
+            geometry=asdict(geometry),
+            pages=pages,
+            config=config,
+            knows_rotation=knows_rotation,
+        )
         self.handshake: Handshake = decode_handshake(bytes.fromhex(frame))
 
     def ask(self, do: str, **arguments: Any) -> Any:

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from key_angles import key_angles
 from mooncake.engine import TransferEngine
 from prometheus_client import CollectorRegistry
 
@@ -27,6 +28,7 @@ from spectrumkv_sglang.config import SpectrumKVConfig
 from spectrumkv_sglang.observability.metrics import TransferMetrics
 from spectrumkv_sglang.payload.codec import KVBuffers
 from spectrumkv_sglang.payload.geometry import KVGeometry
+from spectrumkv_sglang.payload.key_rotation import KeyRotation
 from spectrumkv_sglang.transfer.decode_rank import DecodeRank
 from spectrumkv_sglang.transfer.pool_view import PoolView
 
@@ -40,7 +42,9 @@ SLOW_COMMAND_SECONDS = 8
 class ServedRank:
     """One DecodeRank with its pool."""
 
-    def __init__(self, geometry: KVGeometry, pages: int, config: dict[str, Any], engine: Any) -> None:
+    def __init__(
+        self, geometry: KVGeometry, pages: int, config: dict[str, Any], engine: Any, rotation: KeyRotation | None
+    ) -> None:
         slots, dtype = pages * geometry.page_size, getattr(torch, geometry.dtype)
 
         def pool(dim: int) -> list[torch.Tensor]:
@@ -49,7 +53,7 @@ class ServedRank:
         self.buffers = KVBuffers(pool(geometry.head_dim), pool(geometry.v_head_dim))
         self.registry = CollectorRegistry()
         self.rank = DecodeRank(
-            view=PoolView(self.buffers, geometry, torch.device("cpu"), slots),
+            view=PoolView(self.buffers, geometry, torch.device("cpu"), slots, rotation),
             config=SpectrumKVConfig(**config),
             engine=engine,
             host=HOST,
@@ -85,8 +89,12 @@ class DecodeProcess:
     def session(self) -> str:
         return f"{HOST}:{self.engine.get_rpc_port()}"
 
-    def start_rank(self, rank: int, geometry: dict[str, Any], pages: int, config: dict[str, Any]) -> str:
-        served = self.ranks[rank] = ServedRank(KVGeometry(**geometry), pages, config, self.engine)
+    def start_rank(
+        self, rank: int, geometry: dict[str, Any], pages: int, config: dict[str, Any], knows_rotation: bool
+    ) -> str:
+        kept = KVGeometry(**geometry)
+        rotation = key_angles(kept) if knows_rotation else None
+        served = self.ranks[rank] = ServedRank(kept, pages, config, self.engine, rotation)
         return served.rank.handshake_frame.hex()
 
     def stop_rank(self, rank: int) -> None:

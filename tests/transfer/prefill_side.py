@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from decode_peer import Pages, PeerRank, eventually
 from decode_process import counted
+from key_angles import key_angles
 from prometheus_client import CollectorRegistry
 
 from spectrumkv_sglang.config import SpectrumKVConfig
@@ -83,7 +84,7 @@ class PrefillSide:
             return [torch.randn(shape, generator=generator).to(dtype) for _ in range(geometry.layers)]
 
         self.buffers = KVBuffers(pool(geometry.head_dim), pool(geometry.v_head_dim))
-        self.view = PoolView(self.buffers, geometry, torch.device("cpu"), slots)
+        self.view = PoolView(self.buffers, geometry, torch.device("cpu"), slots, key_angles(geometry))
         self._registry = CollectorRegistry()
         self.rank = PrefillRank(
             view=self.view,

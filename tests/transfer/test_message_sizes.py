@@ -25,7 +25,7 @@ U31, U32, U64 = 2**31 - 1, 2**32 - 1, 2**64 - 1
 
 @pytest.mark.parametrize("tier_map_bytes", [0, 1, 225, 255, 256, 65_535, 65_536])
 def test_the_messages_of_a_subchunk(tier_map_bytes: int) -> None:
-    commit = Commit(U64, U32, U32, U64, U32, U31, [U32] * MAX_TIERS, b"\xff" * tier_map_bytes, U64, U64)
+    commit = Commit(U64, U32, U32, U64, U32, U31, U32, [U32] * MAX_TIERS, b"\xff" * tier_map_bytes, U64, U64)
     done = Done(U64, U32, U32, U64, 0.1)
     assert decode_from_prefill(encode(commit)) == commit
     assert decode_from_decode(encode(done)) == done

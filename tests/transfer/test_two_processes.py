@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,6 +24,13 @@ pytestmark = pytest.mark.timeout(150)
 
 PAGED_BFLOAT16 = replace(GEOMETRY, page_size=16, dtype="bfloat16")
 SMALL_SLOT = 64 * 1024
+SHARED_SCALES = """
+name: shared-scales
+tiers:
+  high: {keys: native, values: native}
+  mid: {keys: native, values: int8}
+  low: {keys: int4_channel, values: int4}
+"""
 
 
 @pytest.mark.parametrize("geometry", [GEOMETRY, PAGED_BFLOAT16], ids=["page1-float32", "page16-bfloat16"])
@@ -96,11 +104,13 @@ def test_lossy_profiles_stay_within_error_and_budget(
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize(("dtype", "budget"), [("float32", 0.28), ("bfloat16", 0.36)])
 def test_scales_that_rows_share_arrive_within_error_and_budget(
-    make_rank: MakeRank, make_prefill: MakePrefill, dtype: str, budget: float, page_size: int
+    make_rank: MakeRank, make_prefill: MakePrefill, dtype: str, budget: float, page_size: int, tmp_path: Path
 ) -> None:
+    profile = tmp_path / "shared-scales.yaml"
+    profile.write_text(SHARED_SCALES)
     geometry = replace(GEOMETRY, page_size=page_size, dtype=dtype)
     rank = make_rank(geometry)
-    source = make_prefill(geometry, profile="balanced", budget=budget)
+    source = make_prefill(geometry, profile=str(profile), budget=budget)
     pages = source.some_pages(384 // page_size)
     last = pool_slots_of_pages(np.array(pages[-1:]), page_size)[-3:] if page_size > 1 else []
     for buffer in (*source.buffers.k, *source.buffers.v):
