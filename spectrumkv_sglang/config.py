@@ -99,7 +99,7 @@ class SpectrumKVConfig(BaseSettings):
         default=0.55,
         gt=0,
         le=1,
-        description="b, wire bytes / native bytes, all counted; unset: .55, or the profile's least if more",
+        description="b, wire bytes / native bytes, all counted; unset: the profile's, or its least if more",
     )
     allowed_tiers: Annotated[tuple[Tier, ...], BeforeValidator(_tiers_from_text)] = Field(
         default=(Tier.HIGH, Tier.MID, Tier.LOW), description="token tiers that may be used; high is always among them"
@@ -109,7 +109,7 @@ class SpectrumKVConfig(BaseSettings):
         default=4, ge=0, le=65536, description="first tokens of a prompt that are always HIGH; tokens"
     )
     recent_tokens: int = Field(
-        default=64, ge=0, le=1048576, description="last tokens of a prompt, HIGH as far as the budget allows; tokens"
+        default=64, ge=0, le=1048576, description="last tokens of a prompt, the first to leave the lowest tier; tokens"
     )
     min_tokens: int = Field(default=64, ge=0, le=1048576, description="shorter chunks travel native, packed; tokens")
     scorer: str = Field(default="window", description="where token importance comes from: " + ", ".join(scorer_names()))
@@ -229,9 +229,10 @@ class SpectrumKVConfig(BaseSettings):
             )
         if self.strict and not self.require_probe:
             raise ValueError("strict and require_probe: false contradict each other: leave one of them out")
-        if self.budget < self.reachable_budget and "budget" not in self.model_fields_set:
-            # Nobody asked for the default: take the least that the chosen profile reaches.
-            object.__setattr__(self, "budget", float(_rounded_up(self.reachable_budget)))
+        if "budget" not in self.model_fields_set:
+            # Nobody asked for the default: what the profile is made for, and at least what its tiers reach.
+            wanted = self.loaded_profile.budget or self.budget
+            object.__setattr__(self, "budget", max(wanted, float(_rounded_up(self.reachable_budget))))
         if self.budget < self.reachable_budget:
             tiers = ", ".join(tier.label for tier in self.loaded_profile.usable_tiers(self.allowed_tiers))
             raise ValueError(

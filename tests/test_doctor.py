@@ -449,11 +449,11 @@ def test_profiles_lists_every_shipped_profile_with_its_ratio(tmp_path: Path, wit
     )
     assert done.returncode == 0, done.stderr
     listed = {profile["name"]: profile for profile in json.loads(file.read_bytes())}
-    assert set(listed) >= {"native-packed", "int8", "fp8", "spectrum", "spectrum-safe", "k8v4", "balanced"}
+    assert set(listed) >= {"native-packed", "int8", "near-lossless", "balanced", "aggressive", "spectrum-paper"}
     assert listed["native-packed"]["tiers"][0]["ratio"] == 1
     assert listed["int8"]["native_bytes_per_token"] == 24 * 2 * 2 * 64 * 2
     assert listed["int8"]["tiers"][0]["ratio"] == (64 + 2) / 128
-    assert [tier["ratio"] for tier in listed["spectrum"]["tiers"]] == [1, (64 + 2) / 128, (32 + 4) / 128]
+    assert [tier["ratio"] for tier in listed["spectrum-paper"]["tiers"]] == [1, (64 + 2) / 128, (32 + 4) / 128]
     assert all(name in done.stdout for name in listed)
 
 

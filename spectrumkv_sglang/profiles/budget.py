@@ -58,7 +58,8 @@ class UpgradeLadder:
     """All budget-optimal assignments of one chunk, from the cheapest (0 steps) to the best (``steps`` steps).
 
     One step moves one row to the next tier of the hull. Arguments as for :func:`assign_tiers`; rows in
-    ``preferred`` (bool ``[rows]``) climb before all others, as far as a budget allows.
+    ``preferred`` (bool ``[rows]``) take their first step before all others, and their last ones, by their own
+    importance, among the others'.
     """
 
     def __init__(
@@ -96,17 +97,15 @@ class UpgradeLadder:
         free = np.flatnonzero(~forced)
         free = free[_descending(weights[free])]
         is_preferred = preferred_rows[free]
-        rows: list[NDArray[np.int64]] = []
-        costs: list[NDArray[np.int64]] = []
-        for group in (free[is_preferred], free[~is_preferred]):
-            # Row-major [hull step, row by importance]: ties keep a row's own step order and the order of importance.
-            value = gain_per_byte[:, None] * weights[group][None, :]
-            order = np.argsort(-value, axis=None, kind="stable")
-            rows.append(np.tile(group, len(step_bytes))[order])
-            costs.append(np.repeat(step_bytes, len(group))[order])
-        self._step_rows = np.concatenate(rows)
+        # Row-major [hull step, row by importance]: ties keep a row's own step order and the order of importance.
+        value = gain_per_byte[:, None] * weights[free][None, :]
+        if len(step_bytes):
+            value[0, is_preferred] = np.inf
+        order = np.argsort(-value, axis=None, kind="stable")
+        self._step_rows = np.tile(free, len(step_bytes))[order]
+        steps = np.repeat(step_bytes, len(free))[order]
         base = int(forced.sum()) * int(self._tier_cost[Tier.HIGH]) + len(free) * int(hull_cost[0])
-        self._cost = np.concatenate([[base], base + np.cumsum(np.concatenate(costs))])
+        self._cost = np.concatenate([[base], base + np.cumsum(steps)])
 
     @property
     def rows(self) -> int:

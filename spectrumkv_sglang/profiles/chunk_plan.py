@@ -52,7 +52,7 @@ def protected_rows(
 
     The chunk holds positions ``first_position`` .. ``first_position + rows - 1`` of a prompt of ``prompt_tokens``.
     Sinks are its first ``sink_tokens`` positions (HIGH by rule: ``plan_chunk``'s ``forced_high``), recent ones its
-    last ``recent_tokens`` (HIGH as far as the budget allows: ``preferred``).
+    last ``recent_tokens`` (first to leave the lowest tier: ``preferred``).
     """
     positions = np.arange(first_position, first_position + rows)
     return positions < sink_tokens, positions >= prompt_tokens - recent_tokens
@@ -89,7 +89,7 @@ def plan_chunk(
         forced_high: bool ``[rows]``, HIGH whatever the budget (sinks).
         usable_tiers: ``Profile.usable_tiers``.
         message_bytes_per_subchunk: control bytes of one sub-chunk without its tier map.
-        preferred: bool ``[rows]``, first to be upgraded (recent tokens).
+        preferred: bool ``[rows]``, first to leave the lowest tier (recent tokens).
 
     A larger budget never moves a row down: assignments form a chain (``UpgradeLadder``), and the search on it visits
     the same midpoints for every budget until it can tell two budgets apart.

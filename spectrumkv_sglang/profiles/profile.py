@@ -1,4 +1,4 @@
-"""Profiles: what precision each piece of KV travels in, as small YAML files.
+"""Profiles: what precision each piece of KV travels in, and what is done to it before, as small YAML files.
 
 A profile is data, not code: a scheme such as "INT8 everywhere", "keys INT8, values INT4" or "first layer stays native"
 is a file (see ``shipped/``). Adding one is adding a file.
@@ -18,12 +18,15 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSeriali
 
 from spectrumkv_sglang.kernels.precision import CHANNEL_BLOCK_ROWS, Precision
 from spectrumkv_sglang.kernels.quantisers import quantiser_for
+from spectrumkv_sglang.kernels.transforms import Transform
 from spectrumkv_sglang.payload.geometry import KVGeometry
 from spectrumkv_sglang.payload.precision_table import PrecisionTable
 from spectrumkv_sglang.profiles.errors import ProfileError
 from spectrumkv_sglang.profiles.tier import TIER_COUNT, Tier
 
 _SHIPPED = "spectrumkv_sglang.profiles.shipped"
+_OTHER_NAMES = {"spectrum": "spectrum-paper"}
+"""Names that configurations may use for shipped profiles beside their own."""
 _PRECISION_LABELS = {precision.name.lower(): precision for precision in Precision} | {"fp8": Precision.FP8_E4M3}
 _KEYS, _VALUES = 0, 1
 
@@ -36,16 +39,26 @@ def _precision_from_label(value: Any) -> Any:
     raise ValueError(f"unknown precision {value!r}: choose from {', '.join(_PRECISION_LABELS)}")
 
 
+def _transform_from_label(value: Any) -> Any:
+    if isinstance(value, Transform):
+        return value
+    labels = {transform.name.lower(): transform for transform in Transform}
+    if isinstance(value, str) and value in labels:
+        return labels[value]
+    raise ValueError(f"unknown transform {value!r}: choose from {', '.join(labels)}")
+
+
 def _tier_from_label(value: Any) -> Any:
     return value if isinstance(value, Tier) else Tier.from_label(str(value))
 
 
-def _label(value: Precision | Tier) -> str:
+def _label(value: Precision | Tier | Transform) -> str:
     return value.name.lower()
 
 
 # Dumped as profile files spell them, so that a profile made by a program can be written as one.
 ProfilePrecision = Annotated[Precision, BeforeValidator(_precision_from_label), PlainSerializer(_label)]
+ProfileTransform = Annotated[Transform, BeforeValidator(_transform_from_label), PlainSerializer(_label)]
 ProfileTier = Annotated[Tier, BeforeValidator(_tier_from_label), PlainSerializer(_label)]
 AxisIndex = Annotated[int, Field(ge=0, strict=True)]
 
@@ -59,6 +72,23 @@ class TierPrecision(_Strict):
 
     keys: ProfilePrecision
     values: ProfilePrecision
+
+
+class Transforms(_Strict):
+    """What keys and values go through before they are quantised, and back after; native cells stay as they are.
+
+    ``hadamard`` spreads what is large over the elements of a head, which few bits with one scale a row need.
+    ``derope`` (keys only) undoes the rotary embedding, so that scales shared along the rows fit every row.
+    """
+
+    keys: ProfileTransform = Transform.IDENTITY
+    values: ProfileTransform = Transform.IDENTITY
+
+    @model_validator(mode="after")
+    def _keys_alone_are_rotated(self) -> Transforms:
+        if self.values is Transform.DEROPE:
+            raise ValueError("derope is for keys: values carry no rotary embedding")
+        return self
 
 
 class LayerOverride(_Strict):
@@ -102,10 +132,12 @@ class Profile(_Strict):
 
     name: Annotated[str, Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     description: str = ""
+    budget: Annotated[float, Field(gt=0, le=1)] | None = None
+    """b, wire bytes / native bytes, that the profile is made for: a configuration's default."""
     tiers: dict[ProfileTier, TierPrecision]
     layer_overrides: list[LayerOverride] = []
     head_overrides: list[HeadOverride] = []
-    transform: Literal["identity"] = "identity"
+    transform: Transforms = Transforms()
     codec: Literal["none"] = "none"
 
     @model_validator(mode="after")
@@ -147,7 +179,8 @@ class Profile(_Strict):
         cells = self._cells(geometry.layers, geometry.kv_heads)
         for tier in Tier:
             cells[tier] = cells[max(candidate for candidate in usable if candidate <= tier)]
-        return PrecisionTable(cells)
+        transforms = np.array([[self.transform.keys, self.transform.values]] * geometry.layers, dtype=np.uint8)
+        return PrecisionTable(cells, transforms)
 
     def nominal_geometry(self) -> KVGeometry:
         """A usual model to state costs on: 32 layers, 8 KV heads of 128, bfloat16; more if an override names more."""
@@ -244,8 +277,8 @@ def load_profile(name_or_path: str | Path) -> Profile:
             text = Path(source).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ProfileError(f"cannot read profile file {source}: {error}") from error
-    elif source in shipped_profiles():
-        text = resources.files(_SHIPPED).joinpath(f"{source}.yaml").read_text(encoding="utf-8")
+    elif (name := _OTHER_NAMES.get(source, source)) in shipped_profiles():
+        text = resources.files(_SHIPPED).joinpath(f"{name}.yaml").read_text(encoding="utf-8")
     else:
         raise ProfileError(
             f"unknown profile {source!r}: choose from {', '.join(shipped_profiles())}, or give the path of a .yaml file"

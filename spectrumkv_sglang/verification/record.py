@@ -142,8 +142,9 @@ class ProbeRecord(_Strict):
 
 
 def profile_digest(profile: Profile) -> str:
-    """``sha256:<hex>`` of what a profile does: equal for equal content under another path, name or description."""
-    return _content_digest(profile.model_dump(mode="json", exclude={"name", "description"}))
+    """``sha256:<hex>`` of what a profile does: equal for equal content under another path, name, description or
+    default budget: the budget in force is recorded beside it."""
+    return _content_digest(profile.model_dump(mode="json", exclude={"name", "description", "budget"}))
 
 
 def _content_digest(content: Any) -> str:

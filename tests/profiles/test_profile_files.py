@@ -9,6 +9,7 @@ import pytest
 
 from spectrumkv_sglang.kernels.precision import Precision
 from spectrumkv_sglang.kernels.quantisers import quantiser_for
+from spectrumkv_sglang.kernels.transforms import Transform
 from spectrumkv_sglang.payload.geometry import KVGeometry
 from spectrumkv_sglang.payload.layout import bytes_per_row
 from spectrumkv_sglang.profiles.distortion import tier_distortion
@@ -19,6 +20,8 @@ from spectrumkv_sglang.profiles.tier import Tier
 GEOMETRY = KVGeometry(layers=4, kv_heads=3, head_dim=64, v_head_dim=64, page_size=1, dtype="bfloat16")
 NATIVE, INT8, FP8, INT4 = Precision.NATIVE, Precision.INT8, Precision.FP8_E4M3, Precision.INT4
 INT4_CHANNEL = Precision.INT4_CHANNEL
+CHANNEL = {bits: Precision[f"INT{bits}_CHANNEL"] for bits in (3, 5, 8)}
+ROW = {bits: Precision[f"INT{bits}"] for bits in (2, 3, 4, 6)}
 
 
 @pytest.mark.parametrize(
@@ -27,16 +30,30 @@ INT4_CHANNEL = Precision.INT4_CHANNEL
         ("native-packed", {Tier.HIGH: (NATIVE, NATIVE)}),
         ("int8", {Tier.HIGH: (INT8, INT8)}),
         ("fp8", {Tier.HIGH: (FP8, FP8)}),
-        ("spectrum", {Tier.HIGH: (NATIVE, NATIVE), Tier.MID: (INT8, INT8), Tier.LOW: (INT4, INT4)}),
+        ("spectrum-paper", {Tier.HIGH: (NATIVE, NATIVE), Tier.MID: (INT8, INT8), Tier.LOW: (INT4, INT4)}),
         ("spectrum-safe", {Tier.HIGH: (NATIVE, NATIVE), Tier.MID: (INT8, INT8)}),
         ("k8v4", {Tier.HIGH: (NATIVE, NATIVE), Tier.MID: (INT8, INT8), Tier.LOW: (INT8, INT4)}),
-        ("balanced", {Tier.HIGH: (NATIVE, NATIVE), Tier.MID: (INT8, INT8), Tier.LOW: (INT4_CHANNEL, INT4)}),
+        ("near-lossless", {Tier.HIGH: (NATIVE, NATIVE), Tier.MID: (CHANNEL[8], INT8), Tier.LOW: (CHANNEL[8], ROW[6])}),
+        ("balanced", {Tier.HIGH: (NATIVE, NATIVE), Tier.MID: (CHANNEL[8], INT8), Tier.LOW: (CHANNEL[5], ROW[3])}),
+        ("aggressive", {Tier.HIGH: (NATIVE, NATIVE), Tier.MID: (CHANNEL[5], ROW[4]), Tier.LOW: (CHANNEL[3], ROW[2])}),
     ],
 )
 def test_shipped_profile(name: str, expected: dict[Tier, tuple[Precision, Precision]]) -> None:
     profile = load_profile(name)
     assert {tier: (entry.keys, entry.values) for tier, entry in profile.tiers.items()} == expected
     assert profile.tiers_defined == tuple(expected)
+
+
+def test_a_profile_may_have_another_name() -> None:
+    assert load_profile("spectrum") == load_profile("spectrum-paper")
+    assert "spectrum" not in shipped_profiles()
+
+
+def test_transforms_reach_the_table() -> None:
+    balanced = load_profile("balanced").table(GEOMETRY)
+    assert all(balanced.transform(layer, 0) is Transform.IDENTITY for layer in range(GEOMETRY.layers))
+    assert all(balanced.transform(layer, 1) is Transform.HADAMARD for layer in range(GEOMETRY.layers))
+    assert not load_profile("spectrum-paper").table(GEOMETRY).transforms.any()
 
 
 def test_every_shipped_file_loads_under_its_own_name() -> None:
@@ -136,11 +153,14 @@ def test_a_profile_for_another_model_is_refused(tmp_path: Path, override: str, m
         ("name: x\ntiers: {}", "tier high must be defined"),
         ("name: x\ntiers: {mid: {keys: int8, values: int8}}", "tier high must be defined"),
         ("name: x\ntiers: {top: {keys: int8, values: int8}}", "choose from high, mid, low"),
-        ("name: x\ntiers: {high: {keys: int3, values: int8}}", "tiers.high.keys: .*unknown precision 'int3'.*int4"),
+        ("name: x\ntiers: {high: {keys: int7, values: int8}}", "tiers.high.keys: .*unknown precision 'int7'.*int4"),
         ("name: x\ntiers: {high: {keys: int8}}", "tiers.high.values: Field required"),
         ("tiers: {high: {keys: int8, values: int8}}", "name: Field required"),
         (SPECTRUM + "colour: red", "colour: Extra inputs"),
-        (SPECTRUM + "transform: hadamard", "transform: .*identity"),
+        (SPECTRUM + "transform: hadamard", "transform: .*Transforms"),
+        (SPECTRUM + "transform: {values: fourier}", "transform.values: .*unknown transform 'fourier'.*hadamard"),
+        (SPECTRUM + "transform: {values: derope}", "derope is for keys"),
+        (SPECTRUM + "budget: 0", "budget"),
         (SPECTRUM + "codec: lz4", "codec: .*none"),
         (SPECTRUM + "layer_overrides: [{layers: first}]", "states keys, values, or both"),
         (SPECTRUM + "layer_overrides: [{layers: [], keys: int8}]", "layer_overrides"),
@@ -184,5 +204,5 @@ def test_profiles_are_immutable() -> None:
     with pytest.raises(ValueError, match="frozen"):
         profile.name = "other"
     assert profile == Profile.model_validate(
-        {"name": "spectrum", "description": profile.description, "tiers": dict(profile.tiers)}
+        {"name": "spectrum-paper", "description": profile.description, "tiers": dict(profile.tiers)}
     )
