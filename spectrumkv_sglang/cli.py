@@ -11,6 +11,7 @@ import msgspec
 import typer
 from rich.console import Console
 
+from spectrumkv_sglang.calibration.command import calibrate
 from spectrumkv_sglang.errors import SpectrumKVError
 
 EXIT_CODES = "Exit codes: 0 fine, 1 a problem that stops SpectrumKV, 2 wrong usage."
@@ -22,6 +23,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+
+app.command(epilog=EXIT_CODES)(calibrate)
 
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON as well.")]
 
@@ -219,14 +222,15 @@ def evaluate(
     profile: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME[@BUDGET][:SCORER]", help="Profile to evaluate, such as spectrum@0.35; may be repeated."
+            metavar="NAME[@BUDGET][:SCORER]", help="Profile to evaluate, such as balanced@0.3; may be repeated."
         ),
     ] = None,
     baseline: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME[@BUDGET]",
-            help="Baseline beside them, such as kivi-4 or pdtrim; may be repeated. A wrong name lists them all.",
+            help="Baseline beside them, such as kivi-4, pdtrim, or scorers (each profile by every scorer); may be "
+            "repeated. A wrong name lists them all.",
         ),
     ] = None,
     text: Annotated[
@@ -245,7 +249,9 @@ def evaluate(
     scorer: Annotated[str, typer.Option(help="Token importance, for profiles that state none.")] = "window",
     seed: Annotated[int, typer.Option(min=0, help="Of windows, random tiers, needles and intervals.")] = 0,
     generate: Annotated[int, typer.Option(min=0, metavar="N", help="Compare N greedy tokens with native's.")] = 0,
-    needles: Annotated[bool, typer.Option("--needles", help="Hide needles in prompts of the same lengths.")] = False,
+    needles: Annotated[
+        bool, typer.Option("--needles", help="Hide needles in prompts of the same lengths: one each, and eight in one.")
+    ] = False,
     device: Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, cuda:1, ...")] = "cpu",
     dtype: Annotated[
         str, typer.Option(help="The model computes in it: auto (float32 on a CPU), float32, float16, bfloat16.")

@@ -49,13 +49,42 @@ class TextBootstrap:
         difference = np.asarray(nll, np.float64) - np.asarray(native_nll, np.float64)
         return self._estimate(difference, lambda mean: 100 * (_exp(mean) - 1))
 
+    def exponent(self, lengths: Sequence[int], values: Sequence[Sequence[float]]) -> Estimate:
+        """The a of the least-squares line log(mean value) = a log(length) + c.
+
+        Args:
+            lengths: at least two different ones.
+            values: above 0, [lengths][texts]; a text keeps its place at every length, so that a resample draws whole
+                texts.
+        """
+        x = np.log(np.asarray(lengths, np.float64))
+        x -= x.mean()
+        weights = x / (x @ x)
+        found = np.asarray(values, np.float64)
+        value = float(weights @ np.log(found.mean(axis=1)))
+        if self._drawn is None:
+            return Estimate(value, None)
+        return Estimate(value, _percentiles(weights @ np.log(found[:, self._drawn].mean(axis=2))))
+
+    def ratio(self, values: Sequence[float], others: Sequence[float]) -> Estimate:
+        """Mean of ``values`` / mean of ``others``, one value above 0 a text, each text beside itself."""
+        ours, theirs = np.asarray(values, np.float64), np.asarray(others, np.float64)
+        value = float(ours.mean() / theirs.mean())
+        if self._drawn is None:
+            return Estimate(value, None)
+        return Estimate(value, _percentiles(ours[self._drawn].mean(axis=1) / theirs[self._drawn].mean(axis=1)))
+
     def _estimate(self, values: _Values, of_mean: _OfMean) -> Estimate:
         value = float(of_mean(values.mean()))
         if self._drawn is None:
             return Estimate(value, None)
-        tail = 100 * (1 - CONFIDENCE) / 2
-        low, high = np.percentile(of_mean(values[self._drawn].mean(axis=1)), [tail, 100 - tail])
-        return Estimate(value, (float(low), float(high)))
+        return Estimate(value, _percentiles(of_mean(values[self._drawn].mean(axis=1))))
+
+
+def _percentiles(resampled: _Values) -> tuple[float, float]:
+    tail = 100 * (1 - CONFIDENCE) / 2
+    low, high = np.percentile(resampled, [tail, 100 - tail])
+    return float(low), float(high)
 
 
 def _exp(mean: _Values) -> _Values:

@@ -16,24 +16,26 @@ import torch
 from rich.console import Console
 
 from spectrumkv_sglang.evaluation.errors import EvaluationError
+from spectrumkv_sglang.evaluation.growth import growth_of
 from spectrumkv_sglang.evaluation.methods import make_methods, parse_spec
 from spectrumkv_sglang.evaluation.model import EvalModel, ModelFiles, read_model_files
+from spectrumkv_sglang.evaluation.multi_needles import MultiNeedleTrial, make_multi_trial
+from spectrumkv_sglang.evaluation.needle_runs import multi_needles_work, needles_work, run_multi_needles, run_needles
+from spectrumkv_sglang.evaluation.placement import chosen_dtype, usable_device_type
 from spectrumkv_sglang.evaluation.plot import draw
 from spectrumkv_sglang.evaluation.prefix import Method
+from spectrumkv_sglang.evaluation.progress import RunProgress
 from spectrumkv_sglang.evaluation.report import markdown, print_result
-from spectrumkv_sglang.evaluation.result import RESULT_FORMAT, EvaluationResult, Row, encode_result
-from spectrumkv_sglang.evaluation.run import run_needles, run_texts
+from spectrumkv_sglang.evaluation.result import RESULT_FORMAT, EvaluationResult, Kind, Row, encode_result
+from spectrumkv_sglang.evaluation.run import run_texts, texts_work
 from spectrumkv_sglang.evaluation.windows import TextWindow, cut_windows
 from spectrumkv_sglang.launch_config import check_writable, replace_file
-from spectrumkv_sglang.payload.geometry import ITEMSIZE_BY_DTYPE
+from spectrumkv_sglang.loopback.plan import NATIVE
 from spectrumkv_sglang.probe.haystack import load_haystack
 from spectrumkv_sglang.probe.needles import NeedleTrial, least_length, make_trials
 from spectrumkv_sglang.probe.plot import check_plot_format
-from spectrumkv_sglang.probe.report import ConsoleProgress
 from spectrumkv_sglang.probe.texts import load_judged_text
 from spectrumkv_sglang.profiles.profile import is_profile_path
-
-AUTO = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +64,14 @@ class EvaluationCommand:
 
 
 @dataclass(frozen=True)
+class _Trials:
+    """Needles of one length."""
+
+    single: list[NeedleTrial]
+    multi: list[MultiNeedleTrial]
+
+
+@dataclass(frozen=True)
 class _Prepared:
     """What is known before the weights are loaded."""
 
@@ -69,7 +79,7 @@ class _Prepared:
     methods: Mapping[str, Method]
     lengths: tuple[int, ...]
     windows: list[TextWindow]
-    trials: dict[int, list[NeedleTrial]]
+    trials: dict[int, _Trials]
     dtype: str
     kv_dtype: str
 
@@ -87,10 +97,11 @@ def evaluate(command: EvaluationCommand, console: Console) -> EvaluationResult:
         prepared = _prepare(command, Path(folder))
         if command.threads is not None:
             torch.set_num_threads(command.threads)
-        progress = ConsoleProgress(console)
+        progress = RunProgress(console)
         try:
             progress.note(f"loading {command.model_path.name} ({prepared.dtype} on {command.device})")
             model = EvalModel(prepared.files, command.device, prepared.dtype, prepared.kv_dtype)
+            progress.expect(sum(_work(prepared, length, command.generate) for length in prepared.lengths))
             rows = {str(length): _run_length(model, prepared, length, command, progress) for length in prepared.lengths}
         finally:
             progress.close()
@@ -108,8 +119,10 @@ def evaluate(command: EvaluationCommand, console: Console) -> EvaluationResult:
         kv_dtype=prepared.kv_dtype,
         native_bytes_per_token=model.native_bytes_per_token,
         methods={label: method.description for label, method in prepared.methods.items()},
+        kinds={label: _kind(label, command) for label in prepared.methods},
         results=rows[str(max(prepared.lengths))],
         by_prefix_tokens=rows,
+        growth=growth_of(rows, command.seed),
         seconds=time.monotonic() - started,
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         versions=_versions(),
@@ -120,9 +133,9 @@ def evaluate(command: EvaluationCommand, console: Console) -> EvaluationResult:
 
 
 def _run_length(
-    model: EvalModel, prepared: _Prepared, length: int, command: EvaluationCommand, progress: ConsoleProgress
+    model: EvalModel, prepared: _Prepared, length: int, command: EvaluationCommand, progress: RunProgress
 ) -> dict[str, Row]:
-    steps = 1 + len(prepared.methods)
+    progress.phase(f"text, {length} tokens")
     rows = run_texts(
         model,
         prepared.methods,
@@ -130,15 +143,32 @@ def _run_length(
         length,
         generate=command.generate,
         seed=command.seed,
-        advance=progress.begin(f"text, {length} tokens", len(prepared.windows) * steps),
+        advance=progress.advance,
     )
     trials = prepared.trials.get(length)
-    if trials:
-        counts = run_needles(
-            model, prepared.methods, trials, progress.begin(f"needles, {length} tokens", len(trials) * steps)
-        )
-        rows = {label: msgspec.structs.replace(row, needles=counts[label]) for label, row in rows.items()}
-    return rows
+    if trials is None:
+        return rows
+    progress.phase(f"needles, {length} tokens")
+    single = run_needles(model, prepared.methods, trials.single, progress.advance)
+    multi = run_multi_needles(model, prepared.methods, trials.multi, progress.advance)
+    return {
+        label: msgspec.structs.replace(row, needles=single[label], multi_needles=multi[label])
+        for label, row in rows.items()
+    }
+
+
+def _work(prepared: _Prepared, length: int, generate: int) -> float:
+    methods, trials = len(prepared.methods), prepared.trials.get(length)
+    work = texts_work(prepared.windows, methods, length, generate)
+    if trials is not None:
+        work += needles_work(trials.single, methods) + multi_needles_work(trials.multi, methods)
+    return work
+
+
+def _kind(label: str, command: EvaluationCommand) -> Kind:
+    if label == NATIVE:
+        return "native"
+    return "profile" if label in command.profiles else "baseline"
 
 
 def _prepare(command: EvaluationCommand, folder: Path) -> _Prepared:
@@ -151,7 +181,7 @@ def _prepare(command: EvaluationCommand, folder: Path) -> _Prepared:
         folder=folder,
     )
     lengths = _lengths(command.prefix_tokens)
-    device_type = _check_device(command.device)
+    device_type = usable_device_type(command.device)
     text = load_judged_text(command.text)
     files = read_model_files(command.model_path)
     windows = cut_windows(
@@ -169,12 +199,12 @@ def _prepare(command: EvaluationCommand, folder: Path) -> _Prepared:
         lengths=lengths,
         windows=windows,
         trials=_trials(files, lengths, command.seed) if command.needles else {},
-        dtype=_dtype(command.dtype, "--dtype", "float32" if device_type == "cpu" else files.dtype),
-        kv_dtype=_dtype(command.kv_dtype, "--kv-dtype", files.dtype),
+        dtype=chosen_dtype(command.dtype, "--dtype", "float32" if device_type == "cpu" else files.dtype),
+        kv_dtype=chosen_dtype(command.kv_dtype, "--kv-dtype", files.dtype),
     )
 
 
-def _trials(files: ModelFiles, lengths: Sequence[int], seed: int) -> dict[int, list[NeedleTrial]]:
+def _trials(files: ModelFiles, lengths: Sequence[int], seed: int) -> dict[int, _Trials]:
     least = least_length(files.tokenizer)
     if short := [length for length in lengths if length < least]:
         raise EvaluationError(
@@ -182,7 +212,13 @@ def _trials(files: ModelFiles, lengths: Sequence[int], seed: int) -> dict[int, l
             f"model's chat template needs at least {least}"
         )
     haystack = load_haystack()
-    return {length: make_trials(files.tokenizer, haystack, lengths=[length], seed=seed) for length in lengths}
+    return {
+        length: _Trials(
+            make_trials(files.tokenizer, haystack, lengths=[length], seed=seed),
+            [make_multi_trial(files.tokenizer, haystack, length=length, seed=seed)],
+        )
+        for length in lengths
+    }
 
 
 def _lengths(text: str) -> tuple[int, ...]:
@@ -193,24 +229,6 @@ def _lengths(text: str) -> tuple[int, ...]:
     if lengths[0] < 1:
         raise EvaluationError(f"--prefix-tokens {text!r}: lengths are at least 1")
     return lengths
-
-
-def _check_device(text: str) -> str:
-    try:
-        device = torch.device(text)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        first_line = str(error).splitlines()[0]
-        raise EvaluationError(f"--device {text}: cannot be used here ({first_line}); try cpu or cuda") from error
-    return device.type
-
-
-def _dtype(text: str, option: str, automatic: str) -> str:
-    if text == AUTO:
-        return automatic
-    if text not in ITEMSIZE_BY_DTYPE:
-        raise EvaluationError(f"{option} {text}: expected {AUTO}, {', '.join(ITEMSIZE_BY_DTYPE)}")
-    return text
 
 
 def _check_outputs(command: EvaluationCommand) -> None:

@@ -14,8 +14,8 @@ from spectrumkv_sglang.config import load_config
 from spectrumkv_sglang.evaluation.baselines.registry import BUDGETED, FIXED, OTHER_SCORERS, UNIFORM, baseline_names
 from spectrumkv_sglang.evaluation.errors import EvaluationError
 from spectrumkv_sglang.evaluation.prefix import Method, NativeMethod
+from spectrumkv_sglang.evaluation.scorers import Observation, evaluated_scorers, observation, served_name
 from spectrumkv_sglang.evaluation.served_path import ProfileMethod
-from spectrumkv_sglang.importance.scorers import AttentionScorer, make_scorer, scorer_names
 from spectrumkv_sglang.loopback.plan import NATIVE
 
 _SPEC = re.compile(r"(?P<name>.+?)(?:@(?P<budget>[^@:]*))?(?::(?P<scorer>[^@:/]*))?")
@@ -47,8 +47,10 @@ def parse_spec(text: str, option: str) -> MethodSpec:
         number = 0.0
     if number is not None and not 0 < number <= 1:
         raise EvaluationError(f"{option} {text!r}: {budget!r} is no budget; expected wire / native bytes, such as 0.35")
-    if scorer is not None and scorer not in scorer_names():
-        raise EvaluationError(f"{option} {text!r}: unknown scorer {scorer!r}; choose from {', '.join(scorer_names())}")
+    if scorer is not None and scorer not in evaluated_scorers():
+        raise EvaluationError(
+            f"{option} {text!r}: unknown scorer {scorer!r}; choose from {', '.join(evaluated_scorers())}"
+        )
     return MethodSpec(text, match["name"], number, scorer)
 
 
@@ -66,7 +68,7 @@ def make_methods(
     Args:
         profiles: specs of profiles: shipped names or paths of .yaml files.
         baselines: specs of baselines. Those that need a budget and state none are made once for each budget of the
-            profiles; "random-tiers" and "position-tiers" once for each profile that has tiers to choose from.
+            profiles; "random-tiers", "position-tiers" and "scorers" for each profile that has tiers to choose from.
         budget: of profiles that state none.
         scorer: of profiles that state none.
         seed: of the random scorer.
@@ -80,8 +82,8 @@ def make_methods(
             "nothing to evaluate: give --profile (spectrumkv profiles lists the shipped ones) or --baseline "
             f"({', '.join(baseline_names())})"
         )
-    if scorer not in scorer_names():
-        raise EvaluationError(f"--scorer {scorer!r}: unknown; choose from {', '.join(scorer_names())}")
+    if scorer not in evaluated_scorers():
+        raise EvaluationError(f"--scorer {scorer!r}: unknown; choose from {', '.join(evaluated_scorers())}")
     methods: dict[str, Method] = {NATIVE: NativeMethod()}
     tiered: dict[str, ProfileMethod] = {}
     for text in profiles:
@@ -98,11 +100,10 @@ def make_methods(
     return methods
 
 
-def observed_scorers(methods: Mapping[str, Method]) -> dict[str, AttentionScorer]:
-    """Every scorer whose observations a method reads, by name."""
+def observations(methods: Mapping[str, Method]) -> dict[str, Observation]:
+    """What has to be observed for the scores that the methods read, by the scorer's name."""
     names = sorted({method.scorer for method in methods.values() if method.scorer is not None})
-    scorers = {name: make_scorer(name) for name in names}
-    return {name: scorer for name, scorer in scorers.items() if isinstance(scorer, AttentionScorer)}
+    return {name: seen for name in names if (seen := observation(name)) is not None}
 
 
 def _baseline_methods(
@@ -113,10 +114,12 @@ def _baseline_methods(
         if spec.budget is not None or spec.scorer is not None:
             raise EvaluationError(f"{option}: it takes budget and profile from --profile; leave @ and : out")
         _require_tiered(tiered, option)
-        other = OTHER_SCORERS[spec.name]
+        there = {(label.partition(":")[0], method.named_scorer) for label, method in tiered.items()}
         return {
             f"{label.partition(':')[0]}:{other}": _rescored(method, other, option, seed)
             for label, method in tiered.items()
+            for other in OTHER_SCORERS[spec.name]
+            if (label.partition(":")[0], other) not in there
         }
     if spec.name in BUDGETED:
         if spec.scorer is not None:
@@ -151,11 +154,12 @@ def _profile_method(profile: str, option: str, budget: float | None, scorer: str
     """``budget`` is for a profile with tiers to choose from; one of a single tier goes without."""
     options: dict[str, tuple[str, Any]] = {
         "profile": (option, profile),
-        "scorer": (option, scorer),
+        "scorer": (option, served_name(scorer)),
         "seed": ("--seed", seed),
         "min_tokens": (option, 0),
     }
     config = load_config(None, {}, options)
     if budget is not None and len(config.loaded_profile.tiers_defined) > 1:
         config = load_config(None, {}, {**options, "budget": (option, budget)})
-    return ProfileMethod(config, config.loaded_profile.description.strip() or config.loaded_profile.name)
+    description = config.loaded_profile.description.strip() or config.loaded_profile.name
+    return ProfileMethod(config, description, scorer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,10 @@ from spectrumkv_sglang.evaluation.attention_tap import PrefillObserver, observin
 from spectrumkv_sglang.evaluation.errors import EvaluationError
 from spectrumkv_sglang.evaluation.prefix import MovedKV, Prefilled, PrefixKV
 from spectrumkv_sglang.evaluation.rotation import RotationTap
-from spectrumkv_sglang.importance.scorers import AttentionScorer
+from spectrumkv_sglang.evaluation.scorers import Observation
 from spectrumkv_sglang.payload.errors import PayloadError
 from spectrumkv_sglang.payload.geometry import ITEMSIZE_BY_DTYPE, KVGeometry
+from spectrumkv_sglang.payload.key_rotation import KeyRotation
 from spectrumkv_sglang.payload.kv_buffers import KVBuffers
 from spectrumkv_sglang.transfer.pool_view import PoolView
 
@@ -109,8 +110,13 @@ class EvalModel:
         self._rotation = RotationTap(self._model, files.config.get_text_config().model_type)
 
     @torch.inference_mode()
-    def prefill(self, name: str, token_ids: Sequence[int], scorers: Mapping[str, AttentionScorer]) -> Prefilled:
+    def prefill(self, name: str, token_ids: Sequence[int], observed: Mapping[str, Observation]) -> Prefilled:
         """Prefill ``token_ids`` and put their KV in a pool of one slot a token.
+
+        Args:
+            name: of the text.
+            token_ids: of the prefix.
+            observed: what to score tokens by meanwhile, by the scorer's name.
 
         Raises:
             EvaluationError: the model keeps something else than plain keys and values of every token and layer.
@@ -120,14 +126,12 @@ class EvalModel:
         # Without a configuration the cache keeps all tokens of every layer, of sliding-window layers too. The masks
         # that transformers makes for it still hide from those layers what lies before their window.
         cache = DynamicCache()
-        observer = PrefillObserver(len(token_ids), scorers, self.device)
+        observer = PrefillObserver(len(token_ids), observed, self.device)
         ids = torch.tensor([list(token_ids)], device=self.device)
         with observing(observer), self._rotation:
             output = self._model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         observer.finish()
-        prefix = PrefixKV(
-            name, self._pool(cache, len(token_ids)), observer.scores, self._rotation.of_layers(self._layers)
-        )
+        prefix = PrefixKV(name, self._pool(cache, len(token_ids)), observer.scores)
         return Prefilled(prefix, int(output.logits[0, -1].argmax()))
 
     @torch.inference_mode()
@@ -136,11 +140,29 @@ class EvalModel:
         return self._feed(self._cache(moved), moved, token_ids)
 
     @torch.inference_mode()
-    def generate(self, moved: MovedKV, first_token: int, tokens: int) -> list[int]:
-        """``tokens`` greedy tokens that follow ``first_token``, which prefill gave, from the moved KV."""
+    def logits_after_each(self, moved: MovedKV, continuations: Sequence[Sequence[int]]) -> Iterator[torch.Tensor]:
+        """`logits_after` of one continuation after the other, each fed behind the moved KV alone."""
+        cache = self._cache(moved)
+        tokens = cache.get_seq_length()
+        for token_ids in continuations:
+            yield self._feed(cache, moved, token_ids)
+            cache.crop(tokens)
+
+    @torch.inference_mode()
+    def generate(
+        self, moved: MovedKV, first_token: int, tokens: int, enough: Callable[[list[int]], bool] | None = None
+    ) -> list[int]:
+        """``tokens`` greedy tokens that follow ``first_token``, which prefill gave, from the moved KV.
+
+        Args:
+            moved: what they attend to.
+            first_token: not among the result.
+            tokens: how many.
+            enough: called with everything so far, ``first_token`` too; True: no more are needed.
+        """
         cache = self._cache(moved)
         generated = [first_token]
-        for _ in range(tokens):
+        while len(generated) <= tokens and not (enough and enough(generated)):
             generated.append(int(self._feed(cache, moved, generated[-1:])[-1].argmax()))
         return generated[1:]
 
@@ -177,7 +199,10 @@ class EvalModel:
         except PayloadError as error:
             raise EvaluationError(f"this model's KV cannot be packed: {error}") from error
         self.native_bytes_per_token = geometry.native_bytes_per_token
-        return PoolView(KVBuffers(k=k, v=v), geometry, self.device, tokens)
+        angles = self._rotation.of_layers(self._layers)
+        rotation = None if angles is None else KeyRotation(angles)
+        unknown = "it is not known how models of this kind rotate their keys"
+        return PoolView(KVBuffers(k=k, v=v), geometry, self.device, tokens, rotation, unknown)
 
     def _cache(self, moved: MovedKV) -> Any:
         """A transformers cache of its own with the moved KV."""

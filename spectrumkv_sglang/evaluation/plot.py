@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ def draw(result: EvaluationResult, path: Path) -> bytes:
     from matplotlib.figure import Figure
 
     several = len(result.by_prefix_tokens) > 1
-    figure = Figure(figsize=(16 if several else 10, 6), layout="constrained")
+    figure = Figure(figsize=(20 if several else 10, 6), layout="constrained")
     axes = figure.subplots(1, 2 if several else 1, squeeze=False)[0]
     _rate_distortion(axes[0], result)
     if several:
@@ -57,9 +58,21 @@ def _growth(axes: Any, result: EvaluationResult) -> None:
     for index, label in enumerate(_drawn(result.results)):
         kl = [max(by_length[length][label].kl, _FLOOR) for length in lengths]
         marker = _MARKERS[index // 10 % len(_MARKERS)]
-        axes.plot([int(length) for length in lengths], kl, marker=marker, markersize=4, label=label)
+        (line,) = axes.plot([int(length) for length in lengths], kl, ":", marker=marker, markersize=4)
+        if label in result.growth:
+            _fitted(axes, [int(length) for length in lengths], kl, result.growth[label].exponent, line, label)
     axes.set_yscale("log")
     axes.set_xscale("log", base=2)
     axes.set_xlabel("prefix, tokens")
     axes.set_ylabel("KL from native, nats a token")
+    axes.set_title("KL ~ length^a", fontsize=10)
     axes.grid(alpha=0.3)
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+def _fitted(axes: Any, lengths: list[int], kl: list[float], exponent: float, line: Any, label: str) -> None:
+    """The fitted power law through the points' middle, in their colour."""
+    middle = sum(map(math.log, kl)) / len(kl), sum(map(math.log, lengths)) / len(lengths)
+    ends = lengths[0], lengths[-1]
+    fitted = [math.exp(middle[0] + exponent * (math.log(length) - middle[1])) for length in ends]
+    axes.plot(ends, fitted, color=line.get_color(), label=f"{label}, a = {exponent:+.2f}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,6 +11,7 @@ import torch
 
 from spectrumkv_sglang.importance.scores import SlotScores
 from spectrumkv_sglang.payload.geometry import KVGeometry
+from spectrumkv_sglang.payload.key_rotation import KeyRotation
 from spectrumkv_sglang.payload.kv_buffers import KVBuffers
 from spectrumkv_sglang.transfer.pool_view import PoolView
 
@@ -20,16 +22,14 @@ class PrefixKV:
 
     Attributes:
         name: of the text; random choices depend on it.
-        view: keys after the rotary embedding and values, one pool slot a token, in the order of the text.
+        view: keys after the rotary embedding and values, one pool slot a token, in the order of the text; its rotation
+            has an angle for each, or is None where the model is not known to turn halves of a head.
         scores: observed importance by scorer's name.
-        rotation: cos and sin [tokens, rotated dims] of each layer's rotary embedding, as the model computed them; None
-            where the model's rotation is not known to turn halves of a head (``EvalModel.prefill``).
     """
 
     name: str
     view: PoolView
     scores: Mapping[str, SlotScores]
-    rotation: tuple[tuple[torch.Tensor, torch.Tensor], ...] | None
 
     @property
     def tokens(self) -> int:
@@ -42,6 +42,12 @@ class PrefixKV:
         return self.view.geometry
 
     @property
+    def rotation(self) -> KeyRotation | None:
+        """What the model turned the keys by, None where that is not known."""
+        rotation = self.view.rotation
+        return rotation if isinstance(rotation, KeyRotation) else None
+
+    @property
     def native_bytes(self) -> int:
         """Bytes of the KV as it is."""
         return self.tokens * self.geometry.native_bytes_per_token
@@ -50,7 +56,7 @@ class PrefixKV:
         """A pool of its own with the same content."""
         buffers = self.view.buffers
         copy = KVBuffers(k=[k.clone() for k in buffers.k], v=[v.clone() for v in buffers.v])
-        return PoolView(copy, self.geometry, self.view.device, self.tokens)
+        return dataclasses.replace(self.view, buffers=copy)
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from spectrumkv_sglang.evaluation.growth import in_words
 from spectrumkv_sglang.evaluation.result import EvaluationResult, Interval, Row
+
+_GROWTH_TITLE = "KL by tokens of prefix, and a of KL ~ length^a"
 
 
 def print_result(result: EvaluationResult, console: Console) -> None:
@@ -18,6 +22,13 @@ def print_result(result: EvaluationResult, console: Console) -> None:
         for index, header in enumerate(_headers(rows)):
             table.add_column(header, justify="right" if index else "left", overflow="fold")
         for cells in _cells(rows, intervals=False):
+            table.add_row(*map(escape, cells))
+        console.print(table)
+    if result.growth:
+        table = Table(title=_GROWTH_TITLE, title_justify="left")
+        for index, header in enumerate(_growth_headers(result)):
+            table.add_column(header, justify="right" if index else "left", overflow="fold")
+        for cells in _growth_cells(result):
             table.add_row(*map(escape, cells))
         console.print(table)
 
@@ -34,14 +45,29 @@ def markdown(result: EvaluationResult) -> str:
         "",
     ]
     for length, rows in result.by_prefix_tokens.items():
-        headers = _headers(rows)
-        lines += [f"## {_title(result, length)}", "", f"| {' | '.join(headers)} |"]
-        lines += [f"|{'|'.join(['---', *['---:'] * (len(headers) - 1)])}|"]
-        lines += [f"| {' | '.join(cells)} |" for cells in _cells(rows, intervals=True)]
-        lines.append("")
+        lines += [f"## {_title(result, length)}", "", *table_lines(_headers(rows), _cells(rows, intervals=True)), ""]
+    if result.growth:
+        lines += [f"## {_GROWTH_TITLE}", "", *table_lines(_growth_headers(result), _growth_cells(result)), ""]
     lines += ["## Methods", ""]
     lines += [f"- **{label}**: {description}" for label, description in result.methods.items()]
     return "\n".join(lines) + "\n"
+
+
+def table_lines(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """A Markdown table whose columns but the first are numbers."""
+    rule = ["---", *["---:"] * (len(headers) - 1)]
+    return [f"| {' | '.join(headers)} |", f"|{'|'.join(rule)}|", *(f"| {' | '.join(cells)} |" for cells in rows)]
+
+
+def _growth_headers(result: EvaluationResult) -> list[str]:
+    return ["method", *(f"{int(length):,}" for length in result.by_prefix_tokens), "a"]
+
+
+def _growth_cells(result: EvaluationResult) -> list[list[str]]:
+    return [
+        [label, *(f"{rows[label].kl:.5f}" for rows in result.by_prefix_tokens.values()), in_words(growth)]
+        for label, growth in result.growth.items()
+    ]
 
 
 def _title(result: EvaluationResult, length: str) -> str:
@@ -54,6 +80,8 @@ def _headers(rows: dict[str, Row]) -> list[str]:
         headers.append("greedy agreement")
     if any(row.needles is not None for row in rows.values()):
         headers.append("needles")
+    if any(row.multi_needles is not None for row in rows.values()):
+        headers.append("several needles")
     return headers
 
 
@@ -73,6 +101,8 @@ def _cells(rows: dict[str, Row], *, intervals: bool) -> list[list[str]]:
             cells.append(f"{row.generation.agreement:.3f}")
         if row.needles is not None:
             cells.append(f"{row.needles.passed}/{row.needles.trials}")
+        if row.multi_needles is not None:
+            cells.append(f"{row.multi_needles.passed}/{row.multi_needles.trials}")
         lines.append(cells)
     return lines
 

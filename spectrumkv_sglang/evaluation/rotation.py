@@ -1,4 +1,4 @@
-"""The rotary embedding of a model, read off while it runs, and undone."""
+"""The rotary embedding of a model, read off while it runs."""
 
 from __future__ import annotations
 
@@ -59,21 +59,3 @@ class RotationTap:
         if embeddings is not None:
             cos, sin = embeddings
             self._seen[module.layer_idx] = (cos[0].float(), sin[0].float())
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Apply a rotary embedding to ``x`` float32 [tokens, heads, dim].
-
-    cos and sin are [tokens, rotated dims]; dimensions behind the rotated ones stay. They may carry a factor, as YaRN's
-    do (``attention_scaling``).
-    """
-    cos, sin = cos[:, None], sin[:, None]
-    turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
-    first, second = turned.chunk(2, dim=-1)
-    return torch.cat([turned * cos + torch.cat([-second, first], dim=-1) * sin, rest], dim=-1)
-
-
-def rotate_back(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Undo `rotate`, its factor included."""
-    squared = cos.square() + sin.square()
-    return rotate(x, cos / squared, -sin / squared)

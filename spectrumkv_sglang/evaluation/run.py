@@ -1,20 +1,21 @@
-"""The evaluation itself: every text, every length, every method."""
+"""The evaluation on texts: every text, every method, at one length of the prefix."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from spectrumkv_sglang.evaluation.bootstrap import TextBootstrap
-from spectrumkv_sglang.evaluation.methods import observed_scorers
+from spectrumkv_sglang.evaluation.judging import NativeReference
+from spectrumkv_sglang.evaluation.methods import observations
 from spectrumkv_sglang.evaluation.model import EvalModel
-from spectrumkv_sglang.evaluation.prefix import Method, MovedKV, Prefilled
-from spectrumkv_sglang.evaluation.result import Generation, Intervals, NeedleCounts, Row, TextScores
+from spectrumkv_sglang.evaluation.prefix import Method, MovedKV
+from spectrumkv_sglang.evaluation.progress import Advance
+from spectrumkv_sglang.evaluation.result import Generation, Intervals, Row, TextScores
 from spectrumkv_sglang.evaluation.windows import TextWindow
-from spectrumkv_sglang.loopback.judging import ContinuationJudge
+from spectrumkv_sglang.evaluation.work import generated_work, judged_work
 from spectrumkv_sglang.loopback.plan import NATIVE, JudgedRecord
-from spectrumkv_sglang.probe.needles import DEFAULT_ANSWER_TOKENS, NeedleTrial
 
 
 @dataclass
@@ -42,60 +43,44 @@ def run_texts(
     *,
     generate: int,
     seed: int,
-    advance: Callable[[], None],
+    advance: Advance,
 ) -> dict[str, Row]:
     """Rows of every method at one prefix length; ``methods`` begins with native.
 
     Args:
         generate: tokens of greedy generation, 0 for none.
         seed: of the intervals.
-        advance: called after each prefill and after each method.
+        advance: told of `texts_work`.
     """
     measured = {label: _Measured() for label in methods}
-    judge, scorers = ContinuationJudge(), observed_scorers(methods)
+    observed = observations(methods)
     for window in windows:
-        prefilled = model.prefill(window.name, window.prefix(prefix_tokens), scorers)
-        advance()
+        prefilled = model.prefill(window.name, window.prefix(prefix_tokens), observed)
+        advance(prefix_tokens)
+        reference: NativeReference | None = None
         for label, method in methods.items():
             moved = method.move(prefilled.prefix)
             found = measured[label]
             found.add_transfer(moved, prefilled.prefix.native_bytes)
-            found.judged.append(_judge(model, judge, moved, window, reference=label == NATIVE))
+            logits = model.logits_after(moved, [window.first, *window.continuation[:-1]])
+            if reference is None:
+                reference = NativeReference(logits, window.continuation)
+            found.judged.append(reference.judge(logits))
             if generate:
                 found.generated.append(model.generate(moved, prefilled.next_token, generate))
-            advance()
+            advance(_method_work(len(window.continuation), generate))
     bootstrap = TextBootstrap(len(windows), seed)
     native = measured[NATIVE]
     return {label: _row(methods[label], found, native, windows, bootstrap) for label, found in measured.items()}
 
 
-def run_needles(
-    model: EvalModel, methods: Mapping[str, Method], trials: Sequence[NeedleTrial], advance: Callable[[], None]
-) -> dict[str, NeedleCounts]:
-    """Numbers found by every method; ``advance`` is called as in `run_texts`."""
-    passed, scorers = dict.fromkeys(methods, 0), observed_scorers(methods)
-    for number, trial in enumerate(trials):
-        prefilled = model.prefill(f"needle-{number}", trial.token_ids, scorers)
-        advance()
-        for label, method in methods.items():
-            passed[label] += _finds(model, method, prefilled, trial)
-            advance()
-    return {label: NeedleCounts(count, len(trials)) for label, count in passed.items()}
+def texts_work(windows: Sequence[TextWindow], methods: int, prefix_tokens: int, generate: int) -> float:
+    """What `run_texts` takes, in tokens of prefill."""
+    return sum(prefix_tokens + methods * _method_work(len(window.continuation), generate) for window in windows)
 
 
-def _finds(model: EvalModel, method: Method, prefilled: Prefilled, trial: NeedleTrial) -> bool:
-    moved = method.move(prefilled.prefix)
-    first = prefilled.next_token
-    return trial.passed(model.decode([first, *model.generate(moved, first, DEFAULT_ANSWER_TOKENS - 1)]))
-
-
-def _judge(
-    model: EvalModel, judge: ContinuationJudge, moved: MovedKV, window: TextWindow, *, reference: bool
-) -> JudgedRecord:
-    continuation = [window.first, *window.continuation]
-    judge.begin()
-    judge.collect(model.logits_after(moved, continuation[:-1]))
-    return judge.finish(continuation, reference=reference)
+def _method_work(continuation_tokens: int, generate: int) -> float:
+    return judged_work(continuation_tokens) + generated_work(generate)
 
 
 def _row(

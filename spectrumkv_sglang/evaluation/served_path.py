@@ -6,7 +6,7 @@ import numpy as np
 
 from spectrumkv_sglang.config import SpectrumKVConfig
 from spectrumkv_sglang.evaluation.prefix import MovedKV, PrefixKV
-from spectrumkv_sglang.importance.scorers import AttentionScorer
+from spectrumkv_sglang.evaluation.scorers import observation
 from spectrumkv_sglang.loopback.in_place import InPlaceTransfer
 
 
@@ -18,10 +18,13 @@ class ProfileMethod:
     Args:
         config: profile, budget, scorer and the rest of what serving would have.
         description: one line for people.
+        scorer: where importance comes from, if that is a way to observe that does not serve (``evaluation.scorers``);
+            None: the scorer of ``config``.
     """
 
-    def __init__(self, config: SpectrumKVConfig, description: str) -> None:
+    def __init__(self, config: SpectrumKVConfig, description: str, scorer: str | None = None) -> None:
         self._config = config
+        self._scorer = config.scorer if scorer is None else scorer
         self.description = description
         self._tiered = len(config.loaded_profile.usable_tiers(config.allowed_tiers)) > 1
 
@@ -33,8 +36,12 @@ class ProfileMethod:
     @property
     def scorer(self) -> str | None:
         """The scorer whose observed scores are needed."""
-        observing = isinstance(self._config.make_scorer(), AttentionScorer)
-        return self._config.scorer if self._tiered and observing else None
+        return self._scorer if self._tiered and observation(self._scorer) is not None else None
+
+    @property
+    def named_scorer(self) -> str:
+        """The scorer by name, one that observes nothing too."""
+        return self._scorer
 
     @property
     def config(self) -> SpectrumKVConfig:

@@ -27,7 +27,7 @@ _ARCHIVES = (
     *("ginger", "velvet", "otter", "cedar", "turquoise", "raven", "maple", "coral", "lobster", "jasmine"),
     *("panther", "hazel", "violet", "tiger", "poppy", "dolphin", "emerald", "heron", "magnolia", "beaver"),
 )
-_INTRODUCTION = "The following text contains one access code. Read it and remember the access code."
+INTRODUCTION = "The following text contains one access code. Read it and remember the access code."
 _NEEDLE = "The access code of the {archive} archive is {number}."
 _QUESTION = "What is the access code of the {archive} archive?"
 _ANSWER_START = "The access code of the {archive} archive is"
@@ -121,9 +121,35 @@ def least_length(tokenizer: Tokenizer, answer_tokens: int = DEFAULT_ANSWER_TOKEN
         NeedleError: the chat template cannot be used.
     """
     longest = max(_ARCHIVES, key=lambda archive: len(tokenizer.encode(archive, add_special_tokens=False)))
-    frame = _frame(tokenizer, longest)
-    around = _count(tokenizer, frame, frame.text([], 0, _NEEDLE.format(archive=longest, number="12345")))
+    frame = prompt_frame(tokenizer, longest)
+    around = _count(tokenizer, frame, frame.text([], 0, needle_sentence(longest, "12345")))
     return around + _MIN_FILLER_TOKENS + answer_tokens + _SPARE_TOKENS
+
+
+def needle_sentence(archive: str, number: str) -> str:
+    """Return the sentence that is hidden."""
+    return _NEEDLE.format(archive=archive, number=number)
+
+
+def draw_archives(drawn: random.Random) -> list[str]:
+    """Return every name of an archive, in a drawn order."""
+    return drawn.sample(_ARCHIVES, len(_ARCHIVES))
+
+
+def archives_not_in(text: str, archives: Sequence[str], least: int = 1) -> list[str]:
+    """Return those of ``archives`` that ``text`` has no word of.
+
+    Raises:
+        NeedleError: they are fewer than ``least``.
+    """
+    words = set(re.findall(r"\w+", text.lower()))
+    free = [name for name in archives if name not in words]
+    if len(free) < least:
+        raise NeedleError(
+            f"the haystack contains all but {len(free)} of the words that could name a needle "
+            f"({', '.join(_ARCHIVES[:3])}, ...), expected {least}: give another text with --haystack, or leave it out"
+        )
+    return free
 
 
 def _spread(depths: Sequence[float], trials: int) -> list[float]:
@@ -136,11 +162,11 @@ def _make_trial(
     tokenizer: Tokenizer, haystack: Haystack, length: int, depth: float, seed: int, answer_tokens: int
 ) -> NeedleTrial:
     drawn = random.Random(seed)
-    candidates = drawn.sample(_ARCHIVES, len(_ARCHIVES))
-    number = _number(drawn)
+    candidates = draw_archives(drawn)
+    number = draw_number(drawn)
     room = length - answer_tokens
-    frame = _frame(tokenizer, candidates[0])
-    overhead = _count(tokenizer, frame, frame.text([], 0, _NEEDLE.format(archive=candidates[0], number=number)))
+    frame = prompt_frame(tokenizer, candidates[0])
+    overhead = _count(tokenizer, frame, frame.text([], 0, needle_sentence(candidates[0], number)))
     if room - overhead < _MIN_FILLER_TOKENS:
         raise NeedleError(
             f"a length of {length} tokens has no room for a needle in some text: the question, the needle and "
@@ -150,16 +176,10 @@ def _make_trial(
     filler = haystack.filler(tokenizer, room - overhead, seed)
     text = "".join(filler)
     while number in text:
-        number = _number(drawn)
-    words = set(re.findall(r"\w+", text.lower()))
-    archive = next((name for name in candidates if name not in words), None)
-    if archive is None:
-        raise NeedleError(
-            f"the haystack contains every word that could name a needle ({', '.join(_ARCHIVES[:3])}, ...): give "
-            "another text with --haystack, or leave it out"
-        )
-    frame = _frame(tokenizer, archive)
-    needle = _NEEDLE.format(archive=archive, number=number)
+        number = draw_number(drawn)
+    archive = archives_not_in(text, candidates)[0]
+    frame = prompt_frame(tokenizer, archive)
+    needle = needle_sentence(archive, number)
     # Sentences encoded together may take a few tokens more than one by one.
     while _count(tokenizer, frame, frame.text(filler, 0, needle)) > room:
         filler.pop()
@@ -180,8 +200,14 @@ def _make_trial(
 
 
 @dataclass(frozen=True)
-class _Frame:
-    """What stands around the text: instruction and question, inside the chat template if there is one."""
+class PromptFrame:
+    """What stands around the text: instruction and question, inside the chat template if there is one.
+
+    Attributes:
+        head: before the text.
+        tail: from the question to the beginning of the answer.
+        add_special_tokens: whether the tokenizer adds its own in front; a chat template has them already.
+    """
 
     head: str
     tail: str
@@ -193,14 +219,19 @@ class _Frame:
         return f"{self.head}{before} {needle}{''.join(filler[place:])}{self.tail}"
 
 
-def _frame(tokenizer: Tokenizer, archive: str) -> _Frame:
+def prompt_frame(tokenizer: Tokenizer, archive: str, introduction: str = INTRODUCTION) -> PromptFrame:
+    """Return the frame of a prompt that asks for the number of ``archive``.
+
+    Raises:
+        NeedleError: the chat template cannot be used.
+    """
     question = _QUESTION.format(archive=archive)
     answer_start = _ANSWER_START.format(archive=archive)
     if not tokenizer.chat_template:
         # The completion form: a base model goes on with the sentence.
-        return _Frame(f"{_INTRODUCTION}", f"\n\n{question}\n{answer_start}", add_special_tokens=True)
+        return PromptFrame(introduction, f"\n\n{question}\n{answer_start}", add_special_tokens=True)
     mark = "\x00"
-    message = {"role": "user", "content": f"{_INTRODUCTION}{mark}\n\n{question}"}
+    message = {"role": "user", "content": f"{introduction}{mark}\n\n{question}"}
     try:
         chat = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
     except Exception as error:  # a template may raise anything
@@ -211,14 +242,14 @@ def _frame(tokenizer: Tokenizer, archive: str) -> _Frame:
     head, found, tail = chat.partition(mark)
     if not found:
         raise NeedleError("the model's chat template does not pass on the user's message: probe with another template")
-    return _Frame(head, tail + answer_start, add_special_tokens=False)
+    return PromptFrame(head, tail + answer_start, add_special_tokens=False)
 
 
-def _count(tokenizer: Tokenizer, frame: _Frame, text: str) -> int:
+def _count(tokenizer: Tokenizer, frame: PromptFrame, text: str) -> int:
     return len(tokenizer.encode(text, add_special_tokens=frame.add_special_tokens))
 
 
-def _place(tokenizer: Tokenizer, frame: _Frame, filler: Sequence[str], target: float) -> int:
+def _place(tokenizer: Tokenizer, frame: PromptFrame, filler: Sequence[str], target: float) -> int:
     """Return before which sentence the needle comes closest to the token position ``target``."""
     position = _count(tokenizer, frame, frame.head)
     best, distance = 0, abs(position - target)
@@ -229,7 +260,7 @@ def _place(tokenizer: Tokenizer, frame: _Frame, filler: Sequence[str], target: f
     return best
 
 
-def _number(drawn: random.Random) -> str:
+def draw_number(drawn: random.Random) -> str:
     """Return five digits that do not begin with a zero, all of them different: nothing to guess or to repeat."""
     digits = drawn.sample("0123456789", 5)
     if digits[0] == "0":

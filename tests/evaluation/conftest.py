@@ -13,6 +13,7 @@ from spectrumkv_sglang.evaluation.model import EvalModel, ModelFiles
 from spectrumkv_sglang.evaluation.prefix import PrefixKV
 from spectrumkv_sglang.importance.scores import SlotScores
 from spectrumkv_sglang.payload.geometry import KVGeometry
+from spectrumkv_sglang.payload.key_rotation import KeyRotation
 from spectrumkv_sglang.payload.kv_buffers import KVBuffers
 from spectrumkv_sglang.transfer.pool_view import PoolView
 
@@ -32,13 +33,14 @@ def prefix() -> PrefixKV:
     for keys in k:
         keys[..., 5] += 20
     geometry = KVGeometry(LAYERS, KV_HEADS, HEAD_DIM, HEAD_DIM, 1, "bfloat16")
-    view = PoolView(KVBuffers(k=k, v=v), geometry, torch.device("cpu"), TOKENS)
     scores = SlotScores(TOKENS, "cpu")
     scores.add(torch.arange(TOKENS), torch.linspace(1, 0.1, TOKENS), torch.full((TOKENS,), 2.0))
     scores.publish(torch.arange(TOKENS))
     angles = torch.outer(torch.arange(TOKENS).float(), 1.0 / 10000 ** (torch.arange(0, HEAD_DIM, 2) / HEAD_DIM))
     angles = torch.cat([angles, angles], dim=-1)
-    return PrefixKV("text-0", view, {"window": scores}, ((angles.cos(), angles.sin()),) * LAYERS)
+    rotation = KeyRotation(((angles.cos(), angles.sin()),) * LAYERS)
+    view = PoolView(KVBuffers(k=k, v=v), geometry, torch.device("cpu"), TOKENS, rotation)
+    return PrefixKV("text-0", view, {"window": scores})
 
 
 SMALL = {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from spectrumkv_sglang.evaluation.baselines.pdtrim import RECENT_TOKENS, SINK_TO
 from spectrumkv_sglang.evaluation.baselines.registry import BUDGETED, FIXED
 from spectrumkv_sglang.evaluation.baselines.rounding import affine_groups, symmetric
 from spectrumkv_sglang.evaluation.errors import EvaluationError
+from spectrumkv_sglang.evaluation.methods import make_methods
 from spectrumkv_sglang.evaluation.prefix import Method, MovedKV, PrefixKV
 
 from .conftest import HEAD_DIM, KV_HEADS, LAYERS, TOKENS
@@ -106,8 +109,8 @@ def test_keys_are_turned_back_before_and_turned_again_after(prefix: PrefixKV) ->
     first."""
     turned = dataclasses.replace(prefix, view=prefix.copied_view())
     assert prefix.rotation is not None
-    cos, sin = prefix.rotation[0]
-    from spectrumkv_sglang.evaluation.rotation import rotate
+    cos, sin = prefix.rotation.layers[0]
+    from spectrumkv_sglang.kernels.transforms.derope import rotate
 
     for keys in turned.view.buffers.k:
         keys.copy_(rotate(keys.float(), cos, sin))
@@ -116,8 +119,27 @@ def test_keys_are_turned_back_before_and_turned_again_after(prefix: PrefixKV) ->
     assert before < after
 
 
+@pytest.mark.parametrize("bits", [3, 4])
+@pytest.mark.parametrize(("name", "transform"), [("channel", "identity"), ("kvquant", "derope")])
+def test_profiles_and_baselines_of_the_same_scheme_agree(
+    prefix: PrefixKV, tmp_path: Path, bits: int, name: str, transform: str
+) -> None:
+    """Two implementations, the served one and rounding in place, differ in where float32 rounds and in headers."""
+    tier = {"keys": f"int{bits}_channel", "values": f"int{bits}"}
+    path = tmp_path / "same.yaml"
+    path.write_text(json.dumps({"name": "same", "tiers": {"high": tier}, "transform": {"keys": transform}}))
+    made = make_methods([str(path)], [f"{name}-{bits}"], budget=None, scorer="window", seed=0, folder=tmp_path)
+    served, rounded = made[str(path)].move(prefix), made[f"{name}-{bits}"].move(prefix)
+    assert rounded.wire_bytes < served.wire_bytes < 1.04 * rounded.wire_bytes  # alignment, on few tokens
+    for kv in (0, 1):
+        for layer in range(LAYERS):
+            own = prefix.view.buffers.of(layer, kv).float()
+            errors = [float((moved.buffers.of(layer, kv).float() - own).square().mean()) for moved in (served, rounded)]
+            assert errors[0] == pytest.approx(errors[1], rel=1e-3)
+
+
 def test_a_rotation_that_is_not_known_is_refused(prefix: PrefixKV) -> None:
-    unknown = dataclasses.replace(prefix, rotation=None)
+    unknown = dataclasses.replace(prefix, view=dataclasses.replace(prefix.view, rotation=None))
     with pytest.raises(EvaluationError, match=r"not known.*leave baselines named kvquant"):
         ChannelKeysBaseline(4, before_rotation=True).move(unknown)
     ChannelKeysBaseline(4, before_rotation=False).move(unknown)

@@ -45,3 +45,26 @@ def test_the_seed_decides_the_resamples() -> None:
 
 def test_a_perplexity_beyond_all_numbers_is_infinite() -> None:
     assert TextBootstrap(1, seed=0).perplexity([1e4]).value == math.inf
+
+
+def test_a_power_law_is_found_with_no_doubt() -> None:
+    lengths = [512, 2048, 8192]
+    values = [[factor * length**0.4 for factor in (1.0, 3.0, 0.5)] for length in lengths]
+    estimate = TextBootstrap(3, seed=0).exponent(lengths, values)
+    assert estimate.value == pytest.approx(0.4)
+    assert estimate.interval == pytest.approx((0.4, 0.4))
+
+
+def test_texts_that_disagree_on_the_growth_widen_its_interval() -> None:
+    values = [[1.0, 1.0, 1.0], [0.5, 1.0, 4.0]]
+    estimate = TextBootstrap(3, seed=0).exponent([1000, 2000], values)
+    assert estimate.interval is not None
+    low, high = estimate.interval
+    assert low < 0 < estimate.value < high
+
+
+def test_a_ratio_is_taken_text_by_text() -> None:
+    values = [1.0, 20.0, 300.0]
+    estimate = TextBootstrap(3, seed=0).ratio([2 * value for value in values], values)
+    assert estimate.value == pytest.approx(2)
+    assert estimate.interval == pytest.approx((2, 2))

@@ -9,8 +9,9 @@ import pytest
 
 from spectrumkv_sglang.errors import SpectrumKVError
 from spectrumkv_sglang.evaluation.baselines.registry import baseline_names
-from spectrumkv_sglang.evaluation.methods import MethodSpec, make_methods, observed_scorers, parse_spec
+from spectrumkv_sglang.evaluation.methods import MethodSpec, make_methods, observations, parse_spec
 from spectrumkv_sglang.evaluation.prefix import Method
+from spectrumkv_sglang.evaluation.scorers import evaluated_scorers
 
 
 def methods(tmp_path: Path, profiles: list[str], baselines: list[str] | None = None, **more: Any) -> dict[str, Method]:
@@ -40,7 +41,7 @@ def test_native_comes_first_and_labels_are_what_was_given(tmp_path: Path) -> Non
 def test_budget_and_scorer_of_profiles_that_state_none(tmp_path: Path) -> None:
     made = methods(tmp_path, ["spectrum", "spectrum@0.4:random", "int8"], budget=0.3, scorer="exact")
     assert [made[name].budget for name in ("spectrum", "spectrum@0.4:random", "int8")] == [0.3, 0.4, None]
-    assert list(observed_scorers(made)) == ["exact"]
+    assert list(observations(made)) == ["exact"]
 
 
 def test_baselines_take_the_budgets_of_the_profiles(tmp_path: Path) -> None:
@@ -53,9 +54,20 @@ def test_baselines_take_the_budgets_of_the_profiles(tmp_path: Path) -> None:
     assert made["spectrum@0.5:random"].scorer is None
 
 
+def test_scorers_are_a_row_for_each_at_the_profile_s_bytes(tmp_path: Path) -> None:
+    made = methods(tmp_path, ["spectrum@0.35", "int8", "spectrum@0.35:exact"], ["scorers"])
+    others = [name for name in evaluated_scorers() if name not in ("window", "exact")]
+    assert list(made)[4:] == [f"spectrum@0.35:{name}" for name in others]
+    assert {"random", "last-64", "strided", "value-norm", "exact-raw"} <= set(others)
+    assert all(made[f"spectrum@0.35:{name}"].budget == 0.35 for name in others)
+    rules = {"random", "position", "uniform"}
+    assert set(observations(made)) == set(evaluated_scorers()) - rules
+
+
 def test_every_baseline_can_be_named(tmp_path: Path) -> None:
     made = methods(tmp_path, ["spectrum@0.35"], list(baseline_names()))
-    assert len(made) == 2 + len(baseline_names())
+    scorers_without_rows = set(evaluated_scorers()) - {"window", "random", "position"}
+    assert len(made) == 2 + len(baseline_names()) - len({"scorers"}) + len(scorers_without_rows)
     assert all(method.description for method in made.values())
 
 

@@ -11,8 +11,9 @@ import torch
 from spectrumkv_sglang.evaluation.errors import EvaluationError
 from spectrumkv_sglang.evaluation.model import EvalModel
 from spectrumkv_sglang.evaluation.prefix import MovedKV, NativeMethod
-from spectrumkv_sglang.evaluation.rotation import rotate_back
+from spectrumkv_sglang.evaluation.scorers import Observation, observation
 from spectrumkv_sglang.importance.scorers import ExactScorer
+from spectrumkv_sglang.kernels.transforms.derope import rotate_back
 
 WINDOW = 8
 SLIDING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
@@ -55,7 +56,7 @@ def test_observed_importance_is_the_attention_that_the_model_pays(
     small_model: Callable[..., EvalModel], family: str, more: dict[str, Any]
 ) -> None:
     model = small_model(family, **more)
-    observed = model.prefill("text", IDS, {"exact": ExactScorer()}).prefix.scores["exact"]
+    observed = model.prefill("text", IDS, {"exact": Observation(ExactScorer())}).prefix.scores["exact"]
     with torch.inference_mode():
         attentions = reference_model(model)(input_ids=torch.tensor([IDS]), output_attentions=True).attentions
     received = sum(layer[0].mean(0).sum(0) for layer in attentions)
@@ -67,6 +68,36 @@ def test_observed_importance_is_the_attention_that_the_model_pays(
     torch.testing.assert_close(observed.read(torch.arange(tokens)), received / could_attend, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize(("family", "more"), FAMILIES)
+def test_other_ways_to_observe(small_model: Callable[..., EvalModel], family: str, more: dict[str, Any]) -> None:
+    """The raw sum, and attention times the norms of values, both from the model's own attention matrix."""
+    model = small_model(family, **more)
+    observed = {name: observation(name) for name in ("exact-raw", "exact-value-norm")}
+    prefix = model.prefill("text", IDS, {name: seen for name, seen in observed.items() if seen}).prefix
+    with torch.inference_mode():
+        attentions = reference_model(model)(input_ids=torch.tensor([IDS]), output_attentions=True).attentions
+    tokens = len(IDS)
+    raw = sum(layer[0].mean(0).sum(0) for layer in attentions) / (len(attentions) * tokens)
+    torch.testing.assert_close(prefix.scores["exact-raw"].read(torch.arange(tokens)), raw, rtol=1e-3, atol=1e-5)
+    received, could_attend = torch.zeros(tokens), torch.zeros(tokens)
+    for layer, attention in enumerate(attentions):
+        norms = prefix.view.buffers.v[layer].norm(dim=-1)
+        relative = (norms / norms.mean(0)).T.repeat_interleave(2, dim=0)  # two query heads read each KV head
+        received += (attention[0].sum(1) * relative).mean(0)
+        window = WINDOW if more and layer == 0 else tokens
+        could_attend += torch.tensor([min(window, tokens - position) for position in range(tokens)])
+    weighted = prefix.scores["exact-value-norm"].read(torch.arange(tokens))
+    torch.testing.assert_close(weighted, received / could_attend, rtol=1e-3, atol=1e-5)
+
+
+def test_continuations_fed_in_turn_do_not_see_one_another(small_model: Callable[..., EvalModel]) -> None:
+    model = small_model("llama")
+    moved = NativeMethod().move(model.prefill("text", IDS[:SPLIT], {}).prefix)
+    fed = [IDS[SPLIT:], IDS[SPLIT + 5 : SPLIT + 9], IDS[SPLIT:]]
+    for ids, logits in zip(fed, model.logits_after_each(moved, fed), strict=True):
+        torch.testing.assert_close(logits, model.logits_after(moved, ids))
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_turned_back_keys_are_what_the_projection_gave(small_model: Callable[..., EvalModel], family: str) -> None:
     model = small_model(family)
@@ -75,13 +106,13 @@ def test_turned_back_keys_are_what_the_projection_gave(small_model: Callable[...
         layer.self_attn.k_proj.register_forward_hook(lambda module, args, output: projected.append(output[0]))
     prefix = model.prefill("text", IDS, {}).prefix
     assert prefix.rotation is not None
-    for layer, (cos, sin) in enumerate(prefix.rotation):
+    for layer, (cos, sin) in enumerate(prefix.rotation.layers):
         keys = rotate_back(prefix.view.buffers.k[layer], cos, sin)
         torch.testing.assert_close(keys.flatten(1), projected[layer], rtol=1e-4, atol=1e-5)
 
 
 def test_turning_back_undoes_a_factor_and_leaves_what_is_not_turned(small_model: Callable[..., EvalModel]) -> None:
-    from spectrumkv_sglang.evaluation.rotation import rotate
+    from spectrumkv_sglang.kernels.transforms.derope import rotate
 
     x = torch.randn(10, 2, 16)
     angles = torch.randn(10, 4).repeat(1, 2)
@@ -115,6 +146,15 @@ def test_generation_is_greedy(small_model: Callable[..., EvalModel]) -> None:
         with torch.inference_mode():
             assert token == int(reference_model(model)(input_ids=torch.tensor([text])).logits[0, -1].argmax())
         text.append(token)
+
+
+def test_generation_stops_when_it_is_enough(small_model: Callable[..., EvalModel]) -> None:
+    model = small_model("llama")
+    prefilled = model.prefill("text", IDS[:SPLIT], {})
+    moved, first = NativeMethod().move(prefilled.prefix), prefilled.next_token
+    whole = model.generate(moved, first, 6)
+    assert model.generate(moved, first, 6, lambda so_far: len(so_far) == 4) == whole[:3]
+    assert model.generate(moved, first, 6, lambda so_far: True) == []
 
 
 def test_a_recurrent_model_is_refused(small_model: Callable[..., EvalModel]) -> None:

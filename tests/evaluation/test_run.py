@@ -12,9 +12,10 @@ import torch
 
 from spectrumkv_sglang.evaluation.methods import make_methods
 from spectrumkv_sglang.evaluation.model import EvalModel
+from spectrumkv_sglang.evaluation.needle_runs import needles_work, run_needles
 from spectrumkv_sglang.evaluation.prefix import Method, NativeMethod
 from spectrumkv_sglang.evaluation.result import Row
-from spectrumkv_sglang.evaluation.run import run_needles, run_texts
+from spectrumkv_sglang.evaluation.run import run_texts, texts_work
 from spectrumkv_sglang.evaluation.windows import TextWindow
 from spectrumkv_sglang.probe.needles import NeedleTrial
 
@@ -37,15 +38,16 @@ def methods(tmp_path: Path) -> dict[str, Method]:
     return make_methods(["int8"], ["int4", "pdtrim@0.6"], budget=None, scorer="window", seed=0, folder=folder)
 
 
-def _run(model: EvalModel, methods: dict[str, Method], steps: list[None]) -> dict[str, Row]:
-    return run_texts(model, methods, WINDOWS, 24, generate=3, seed=0, advance=lambda: steps.append(None))
+def _run(model: EvalModel, methods: dict[str, Method], work: list[float]) -> dict[str, Row]:
+    return run_texts(model, methods, WINDOWS, 24, generate=3, seed=0, advance=work.append)
 
 
 def test_rows_over_texts(small_model: Callable[..., EvalModel], methods: dict[str, Method]) -> None:
-    steps: list[None] = []
-    rows = _run(small_model("llama"), methods, steps)
+    work: list[float] = []
+    rows = _run(small_model("llama"), methods, work)
     assert list(rows) == ["native", "int8", "int4", "pdtrim@0.6"]
-    assert len(steps) == len(WINDOWS) * (1 + len(rows))
+    assert len(work) == len(WINDOWS) * (1 + len(rows))
+    assert sum(work) == texts_work(WINDOWS, len(rows), 24, 3)
     for row in rows.values():
         assert [scores.text for scores in row.texts] == ["text-0", "text-1", "text-2"]
         assert row.ppl == pytest.approx(math.exp(sum(scores.nll for scores in row.texts) / 3))
@@ -59,7 +61,7 @@ def test_rows_over_texts(small_model: Callable[..., EvalModel], methods: dict[st
 def test_perplexity_is_that_of_the_continuation_in_the_whole_text(small_model: Callable[..., EvalModel]) -> None:
     """The first scored token is predicted by what follows the prefix, so every prediction reads the moved KV."""
     model = small_model("llama")
-    row = run_texts(model, {"native": NativeMethod()}, WINDOWS[:1], 24, generate=0, seed=0, advance=lambda: None)
+    row = run_texts(model, {"native": NativeMethod()}, WINDOWS[:1], 24, generate=0, seed=0, advance=[].append)
     window = WINDOWS[0]
     ids = [*window.prefix(24), window.first, *window.continuation]
     with torch.inference_mode():
@@ -89,7 +91,8 @@ def test_needles_count_the_answers_that_hold_the_number(small_model: Callable[..
         seed=0,
     )
     trials = [found, replace(found, answer="12345")]
-    steps: list[None] = []
-    counts = run_needles(model, {"native": NativeMethod()}, trials, lambda: steps.append(None))
+    work: list[float] = []
+    counts = run_needles(model, {"native": NativeMethod()}, trials, work.append)
     assert (counts["native"].passed, counts["native"].trials) == (1, 2)
-    assert len(steps) == 4
+    assert len(work) == 4
+    assert sum(work) == needles_work(trials, 1)

@@ -87,7 +87,7 @@ def test_the_prefix_itself_stays_as_it_is(prefix: PrefixKV, tmp_path: Path) -> N
 
 
 def test_random_tiers_are_the_same_again_and_others_for_another_text(prefix: PrefixKV, tmp_path: Path) -> None:
-    other = PrefixKV("text-1", prefix.view, prefix.scores, None)
+    other = PrefixKV("text-1", prefix.view, prefix.scores)
     first, again, third = (moved(kv, "spectrum@0.4:random", tmp_path) for kv in (prefix, prefix, other))
     assert same(first.buffers, again.buffers)
     assert not same(first.buffers, third.buffers)

@@ -10,7 +10,7 @@ from spectrumkv_sglang.evaluation.baselines.base import LayerwiseBaseline
 from spectrumkv_sglang.evaluation.baselines.rounding import PARAM_BYTES, affine_groups, code_bytes, groups_of
 from spectrumkv_sglang.evaluation.errors import EvaluationError
 from spectrumkv_sglang.evaluation.prefix import PrefixKV
-from spectrumkv_sglang.evaluation.rotation import rotate, rotate_back
+from spectrumkv_sglang.kernels.transforms.derope import rotate, rotate_back
 
 BLOCK = 128
 
@@ -46,7 +46,7 @@ class ChannelKeysBaseline(LayerwiseBaseline):
                 "how this model rotates its keys is not known, so they cannot be turned back: leave baselines named "
                 "kvquant-* out"
             )
-        cos, sin = prefix.rotation[layer]
+        cos, sin = prefix.rotation.layers[layer]
         return rotate(affine_groups(rotate_back(keys, cos, sin), self.bits, 0, BLOCK), cos, sin)
 
     def values(self, values: torch.Tensor, prefix: PrefixKV, layer: int) -> torch.Tensor:

@@ -10,6 +10,7 @@ from spectrumkv_sglang.evaluation.baselines.kivi import KiviBaseline
 from spectrumkv_sglang.evaluation.baselines.paper import PaperBalancedBaseline, PaperGreedyBaseline
 from spectrumkv_sglang.evaluation.baselines.pdtrim import DropTokensBaseline
 from spectrumkv_sglang.evaluation.prefix import Method
+from spectrumkv_sglang.evaluation.scorers import evaluated_scorers
 from spectrumkv_sglang.kernels.precision import Precision
 from spectrumkv_sglang.profiles.profile import Profile, TierPrecision
 from spectrumkv_sglang.profiles.tier import Tier
@@ -32,8 +33,10 @@ BUDGETED: Mapping[str, Callable[[float], Method]] = MappingProxyType(
 )
 """That are made for a budget, wire / native bytes."""
 
-OTHER_SCORERS: Mapping[str, str] = MappingProxyType({"random-tiers": "random", "position-tiers": "position"})
-"""A profile under its budget, with tiers from another scorer."""
+OTHER_SCORERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"random-tiers": ("random",), "position-tiers": ("position",), "scorers": evaluated_scorers()}
+)
+"""A profile under its budget, once more with tiers from each of these scorers."""
 
 
 def _one_tier(name: str, keys: Precision, values: Precision) -> Profile:
