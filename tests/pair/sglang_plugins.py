@@ -55,16 +55,16 @@ def register():
     import torch
     from spectrumkv_sglang.kernels import quantisers
     from spectrumkv_sglang.kernels.precision import Precision
-    from spectrumkv_sglang.kernels.quantisers.int4 import Int4Quantiser
+    from spectrumkv_sglang.kernels.quantisers import AffineRowQuantiser
 
-    class TwoBits(Int4Quantiser):
-        def quantise(self, x):
+    class TwoBits(AffineRowQuantiser):
+        def quantise(self, x, near_normal=False):
             values = x.float()
             low, high = values.amin(-1, keepdim=True), values.amax(-1, keepdim=True)
             step = ((high - low) / 3).clamp(min=1e-6)
             return super().quantise(((values - low) / step).round() * step + low)
 
-    quantisers._QUANTISERS[Precision.INT4] = TwoBits()
+    quantisers._QUANTISERS[Precision.INT4] = TwoBits(4)
 """
 """INT4 that keeps only four levels a row: a quantiser that a probe must refuse."""
 
