@@ -44,7 +44,7 @@ class KernelsOfChunk:
         layout = chunk.layout
         self.payload = torch.empty(layout.total_bytes, dtype=torch.uint8, device=device)
         self.prologue = Prologue(
-            1, 1, 0, layout.rows_per_tier, layout.total_bytes, layout.geometry.digest(), layout.table.digest()
+            1, 1, 0, 0, layout.rows_per_tier, layout.total_bytes, layout.geometry.digest(), layout.table.digest()
         )
         self.checksum = self.whole_pack()
         rows = chunk.slots.numpy()[np.argsort(chunk.tiers, kind="stable")]

@@ -19,6 +19,8 @@ start, the first code, the first parameter, and the end of the padding that foll
 GROUPS_PER_LAUNCH = 4
 """Groups that one launch takes at most."""
 
+WITH_KERNELS = frozenset((Precision.NATIVE, Precision.INT8, Precision.FP8_E4M3, Precision.INT4, Precision.INT4_CHANNEL))
+"""Precisions that there are kernels for; payloads with others go the way of torch."""
 INTERPRETED_ONLY = frozenset((Precision.INT4_CHANNEL,))
 """Precisions whose kernels have been checked in Triton's interpreter but have not run compiled: payloads with one are
 packed and unpacked by torch unless a caller asks for the kernels."""

@@ -2,7 +2,7 @@
 
 A program takes one head of the rows of one block and holds them in registers, two elements or one to an int32, so that
 the extremes of a channel are found within a few threads and memory is read once. The torch reference is
-`Int4ChannelQuantiser.quantise`; results are equal bit for bit. A block with a NaN, an infinity, a zero beyond float16
+`AffineChannelQuantiser.quantise`; results are equal bit for bit. A block with a NaN, an infinity, a zero beyond float16
 or a scale outside its normal range is read again and encoded a slower way.
 """
 

@@ -1,7 +1,7 @@
 """Dequantise INT4 with a scale and a zero for each channel of a block, and scatter the rows into the pool by slot id.
 
 A program takes some rows of one head of one block, so that it reads the block's parameters once for all of them. The
-torch reference is `Int4ChannelQuantiser.dequantise`; results are equal bit for bit.
+torch reference is `AffineChannelQuantiser.dequantise`; results are equal bit for bit.
 """
 
 # Triton reads the annotations of kernels, so only what it knows can stand there.

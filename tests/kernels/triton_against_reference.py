@@ -15,6 +15,7 @@ import torch
 
 from spectrumkv_sglang.kernels.checksum import WORDS_PER_BLOCK, combine, payload_checksum
 from spectrumkv_sglang.kernels.precision import Precision
+from spectrumkv_sglang.kernels.segment_group import WITH_KERNELS
 from spectrumkv_sglang.kernels.triton_checksum import sum_payload
 from spectrumkv_sglang.payload.codec import (
     KVBuffers,
@@ -33,7 +34,7 @@ from spectrumkv_sglang.payload.prologue import Prologue
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-every_precision = pytest.mark.parametrize("precision", list(Precision), ids=lambda p: p.name)
+every_precision = pytest.mark.parametrize("precision", sorted(WITH_KERNELS), ids=lambda p: p.name)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
@@ -102,7 +103,7 @@ class Case:
     def prologue(self) -> Prologue:
         layout = self.layout
         digests = layout.geometry.digest(), layout.table.digest()
-        return Prologue(2**63, 7, 3, layout.rows_per_tier, layout.total_bytes, *digests)
+        return Prologue(2**63, 7, 3, 0, layout.rows_per_tier, layout.total_bytes, *digests)
 
     def reference(self) -> torch.Tensor:
         out = torch.full((self.layout.total_bytes,), 7, dtype=torch.uint8)
@@ -140,7 +141,7 @@ def case_of(
 
 
 def random_table(seed: int, shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:
-    return np.random.default_rng(seed).choice(np.array(Precision, dtype=np.uint8), shape)
+    return np.random.default_rng(seed).choice(np.array(sorted(WITH_KERNELS), dtype=np.uint8), shape)
 
 
 def mixed_case(rows: int = 13) -> Case:
@@ -185,7 +186,7 @@ def test_tiers_and_heads_of_different_precisions(dtype: torch.dtype, rows: int) 
     check_both_directions(case_of(KVGeometry(1, 3, 32, 64, 1, str(dtype).removeprefix("torch.")), table, rows))
 
 
-@pytest.mark.parametrize("precision", list(Precision)[1:], ids=lambda p: p.name)
+@pytest.mark.parametrize("precision", sorted(WITH_KERNELS)[1:], ids=lambda p: p.name)
 def test_a_block_of_the_checksum_ends_within_quantised_rows(precision: Precision) -> None:
     # Native keys of 290 rows end 896 bytes before the first checksum block does; those of ten more rows follow.
     geometry = KVGeometry(1, 2, 112, 16, 1, "bfloat16")
