@@ -61,9 +61,13 @@ def print_result(result: ProbeResult, console: Console) -> None:
     )
     section = result.launch.get("spectrumkv", {})
     if section:
-        served = section.get("budget", "the default, .55 or the least that the tiers reach")
+        served = (
+            f"budget {section['budget']}"
+            if "budget" in section
+            else "the profile's budget (.55 where it states none), or the least that the tiers reach if that is more"
+        )
         least = section["probe"]["policy"]["budget"]
-        console.print(f"servers keep budget {served}; the probe covers budgets from {least:g} up", highlight=False)
+        console.print(f"servers keep {served}; the probe covers budgets from {least:g} up", highlight=False)
     for reason in result.reasons:
         console.print(f"  because {escape(reason)}", highlight=False)
     for advice in result.advice:
