@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import enum
 from typing import NamedTuple
 
 import torch
 
 from spectrumkv_sglang.kernels.precision import Precision
+from spectrumkv_sglang.kernels.transforms.base import Transform
 
 DIM_MULTIPLE = 16
 """Head dimensions that the kernels take are multiples of this, so that INT4 codes of a head fill whole words."""
@@ -19,11 +21,59 @@ start, the first code, the first parameter, and the end of the padding that foll
 GROUPS_PER_LAUNCH = 4
 """Groups that one launch takes at most."""
 
-WITH_KERNELS = frozenset((Precision.NATIVE, Precision.INT8, Precision.FP8_E4M3, Precision.INT4, Precision.INT4_CHANNEL))
-"""Precisions that there are kernels for; payloads with others go the way of torch."""
-INTERPRETED_ONLY = frozenset((Precision.INT4_CHANNEL,))
+PLANE_DIMS = (64, 128, 256)
+"""Head dimensions that kernels of `KernelFamily.PLANES` take: every plane of a head fills whole words, and a head is
+one block of the Hadamard transform."""
+
+TRANSFORMS_WITH_KERNELS = frozenset((Transform.IDENTITY, Transform.HADAMARD))
+"""Transforms that there are kernels for; payloads with others go the way of torch."""
+_BY_HEADS = frozenset((Precision.NATIVE, Precision.INT8, Precision.FP8_E4M3, Precision.INT4))
+INTERPRETED_ONLY = frozenset(Precision) - _BY_HEADS
 """Precisions whose kernels have been checked in Triton's interpreter but have not run compiled: payloads with one are
 packed and unpacked by torch unless a caller asks for the kernels."""
+TRANSFORMS_INTERPRETED_ONLY = frozenset((Transform.HADAMARD,))
+"""The same of transforms."""
+
+
+class KernelFamily(enum.IntEnum):
+    """Kernels that encode and decode alike; groups of different families never share a launch."""
+
+    HEADS = 0
+    """Whole bytes or nibbles with parameters by row, several precisions a launch: `triton_pack`, `triton_unpack`."""
+    CHANNELS = 1
+    """Nibbles with parameters by channel: `triton_pack_channels`, `triton_unpack_channels`."""
+    PLANES = 2
+    """Everything else: `triton_pack_planes`, `triton_unpack_planes`."""
+
+
+def family_of(precision: Precision, transform: Transform) -> KernelFamily:
+    """Kernels that encode cells of a precision and a transform, which native cells do not go through."""
+    if transform is Transform.IDENTITY or precision is Precision.NATIVE:
+        if precision in _BY_HEADS:
+            return KernelFamily.HEADS
+        if precision is Precision.INT4_CHANNEL:
+            return KernelFamily.CHANNELS
+    return KernelFamily.PLANES
+
+
+def unfit_cell(precision: Precision, transform: Transform, dim: int) -> str | None:
+    """What there are no kernels for, of cells of a precision and a transform with ``dim`` elements a head, or None."""
+    if precision is Precision.NATIVE:
+        return None
+    if transform not in TRANSFORMS_WITH_KERNELS:
+        return transform.name
+    if family_of(precision, transform) is KernelFamily.PLANES and dim not in PLANE_DIMS:
+        behind = "" if transform is Transform.IDENTITY else f" behind {transform.name}"
+        return f"{precision.name}{behind} with a head dimension of {dim} (expected {', '.join(map(str, PLANE_DIMS))})"
+    return None
+
+
+def unproven_cell(precision: Precision, transform: Transform) -> str | None:
+    """What has kernels that have not run on a GPU, of cells of a precision and a transform, or None."""
+    if precision in INTERPRETED_ONLY:
+        return precision.name
+    proven = precision is Precision.NATIVE or transform not in TRANSFORMS_INTERPRETED_ONLY
+    return None if proven else transform.name
 
 
 class SegmentGroup(NamedTuple):
@@ -43,6 +93,7 @@ class SegmentGroup(NamedTuple):
         first_row: where the rows of the group's tier begin among all rows.
         rows: rows of each segment.
         segments: number of segments, one line of the segment table each.
+        transform: what their rows go through before they are quantised; IDENTITY if they travel natively.
     """
 
     precision: Precision
@@ -54,12 +105,12 @@ class SegmentGroup(NamedTuple):
     first_row: int = 0
     rows: int = 0
     segments: int = 0
+    transform: Transform = Transform.IDENTITY
 
     @property
-    def by_channel(self) -> bool:
-        """Whether parameters belong to a channel of a block of rows, and not to a row: cut otherwise and never in one
-        launch with groups that are not."""
-        return self.precision is Precision.INT4_CHANNEL
+    def family(self) -> KernelFamily:
+        """Kernels that it is encoded and decoded by."""
+        return family_of(self.precision, self.transform)
 
 
 class GroupLaunch(NamedTuple):

@@ -35,7 +35,8 @@ _OUT_OF_REACH = tl.constexpr(2.0**40)
 
 
 @triton.jit
-def _symmetric_scale(peak, LARGEST_CODE: tl.constexpr):
+def symmetric_scale(peak, LARGEST_CODE: tl.constexpr):
+    """float16 scale that takes ``LARGEST_CODE`` to float32 ``peak`` >= 0, as the reference computes it."""
     largest = tl.zeros_like(peak) + LARGEST_CODE
     # The maximum turns -0 into +0.
     scale = tl.maximum(negated_quotient(-peak, largest, -1.0 / largest), 0.0)
@@ -43,13 +44,13 @@ def _symmetric_scale(peak, LARGEST_CODE: tl.constexpr):
 
 
 @triton.jit
-def _rounded_bits(negated):
+def rounded_bits(negated):
     """Bits of ROUNDER plus the integer nearest to ``-negated``, ties to even, as int32; for magnitudes below 2^22."""
     return (tl.zeros_like(negated) + ROUNDER - negated).to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def _negated_and_cleaned(x, divisor, reciprocal, LARGEST_CODE: tl.constexpr):
+def negated_and_cleaned(x, divisor, reciprocal, LARGEST_CODE: tl.constexpr):
     """Minus any elements over the scale, in the range of the codes; NaN becomes 0."""
     x = tl.minimum(tl.maximum(tl.where(x == x, x, 0.0), -_OUT_OF_REACH), _OUT_OF_REACH)
     return tl.minimum(tl.maximum(negated_quotient(x, divisor, reciprocal), -LARGEST_CODE), LARGEST_CODE)
@@ -63,16 +64,16 @@ def _int8_bits(x, divisor, reciprocal, BFLOAT16: tl.constexpr, CLEAN: tl.constex
     2^-12 from one. So it is enough to round it to multiples of 2^-13 on the way, which puts ties where they belong.
     """
     if CLEAN:
-        return _rounded_bits(_negated_and_cleaned(x, divisor, reciprocal, 127.0))
+        return rounded_bits(negated_and_cleaned(x, divisor, reciprocal, 127.0))
     elif BFLOAT16:
         moved = tl.fma(x, reciprocal, tl.zeros_like(x) + 1536.0)
         return (tl.zeros_like(x) + (ROUNDER + 1536.0) - moved).to(tl.int32, bitcast=True)
     else:
-        return _rounded_bits(negated_quotient(x, divisor, reciprocal))
+        return rounded_bits(negated_quotient(x, divisor, reciprocal))
 
 
 @triton.jit
-def _e4m3_bits(scaled):
+def e4m3_bits(scaled):
     """E4M3 codes, nearest even, of float32 numbers up to 448 (and a little) in magnitude, int32."""
     bits = tl.minimum(tl.maximum(scaled, -448.0), 448.0).to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
@@ -101,8 +102,8 @@ def _codes_of_run(
         pairs += _int8_bits(odd, divisor, reciprocal, BFLOAT16, CLEAN) << 8
     else:
         if CLEAN:
-            even = _negated_and_cleaned(even, divisor, reciprocal, 448.0)
-            odd = _negated_and_cleaned(odd, divisor, reciprocal, 448.0)
+            even = negated_and_cleaned(even, divisor, reciprocal, 448.0)
+            odd = negated_and_cleaned(odd, divisor, reciprocal, 448.0)
         else:
             even = negated_quotient(even, divisor, reciprocal)
             odd = negated_quotient(odd, divisor, reciprocal)
@@ -116,7 +117,7 @@ def _codes_of_run(
                 pack=1,
             )
         else:
-            pairs = _e4m3_bits(even) | (_e4m3_bits(odd) << 8)
+            pairs = e4m3_bits(even) | (e4m3_bits(odd) << 8)
     pairs = tl.reshape(pairs, (pairs.shape[0], pairs.shape[1], pairs.shape[2] // 2, 2))
     fours = tl.sum(pairs << (tl.arange(0, 2) * 16)[None, None, None, :], axis=3)
     if PRECISION == _INT8:
@@ -181,13 +182,13 @@ def encode_8_bits(
     LARGEST_CODE: tl.constexpr = 127.0 if PRECISION == _INT8 else 448.0
     low, high = extremes(runs, BFLOAT16, FLOAT16, PACKED, False)
     peak = larger(high, -low)
-    scale = _symmetric_scale(peak, LARGEST_CODE)
+    scale = symmetric_scale(peak, LARGEST_CODE)
     wide = scale.to(tl.float32)
     # A row has non-finite elements, a saturated scale, or one that lost precision; NaN became 0 on the way.
     regular = ((wide >= SMALLEST_NORMAL) & (wide < LARGEST)) | (peak == 0.0)
     if tl.max((regular == 0).to(tl.int32), axis=0) > 0:
         low, high = extremes(runs, BFLOAT16, FLOAT16, PACKED, True)
-        scale = _symmetric_scale(larger(high, -low), LARGEST_CODE)
+        scale = symmetric_scale(larger(high, -low), LARGEST_CODE)
         words = _words_of_codes(runs, scale, PRECISION, BFLOAT16, FLOAT16, HARDWARE_FP8, True)
     else:
         words = _words_of_codes(runs, scale, PRECISION, BFLOAT16, FLOAT16, HARDWARE_FP8, False)

@@ -13,14 +13,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from spectrumkv_sglang.kernels.triton_affine import code_bits, full_range
 from spectrumkv_sglang.kernels.triton_arithmetic import (
     LARGEST,
-    ROUNDER,
-    ROUNDER_BITS,
     SMALLEST_NORMAL,
     divisor_of,
     float16_bits,
-    negated_quotient,
     negated_reciprocal,
 )
 from spectrumkv_sglang.kernels.triton_runs import elements_of, extremes
@@ -32,11 +30,7 @@ MINUS_EIGHT_ROUNDERS = tl.constexpr((-0x4B400000 * 0x11111111 + 2**31) % 2**32 -
 @triton.jit
 def int4_parameters(low, high):
     """float16 scale and zero of what lies between float32 ``low`` and ``high``, as the reference computes them."""
-    # Adding 0 turns -0 into +0.
-    zero = (tl.minimum(tl.maximum(low, -LARGEST), LARGEST) + 0.0).to(tl.float16)
-    largest = tl.zeros_like(low) + 15.0
-    step = tl.maximum(negated_quotient(zero.to(tl.float32) - high, largest, -1.0 / largest), 0.0)
-    return (tl.minimum(step, LARGEST) + 0.0).to(tl.float16), zero
+    return full_range(low, high, 15)
 
 
 @triton.jit
@@ -51,17 +45,8 @@ def is_regular(low, high, scale, zero):
 
 @triton.jit
 def int4_bits(x, origin, divisor, reciprocal, CLEAN: tl.constexpr):
-    """ROUNDER_BITS plus the codes of float32 elements, int32; ``origin`` is the zero, ``reciprocal`` minus one over
-    ``divisor``. CLEAN where a parameter is not regular."""
-    rounder = tl.zeros_like(x) + ROUNDER
-    if CLEAN:
-        distance = origin - tl.where(x == x, x, 0.0)
-        distance = tl.minimum(tl.maximum(distance, divisor * -16.0), divisor)
-        bits = tl.fma(distance, reciprocal, rounder).to(tl.int32, bitcast=True)
-        bits = tl.minimum(tl.maximum(bits, ROUNDER_BITS), ROUNDER_BITS + 15)
-    else:
-        bits = tl.fma(origin - x, reciprocal, rounder).to(tl.int32, bitcast=True)
-    return bits
+    """`code_bits` of codes of 4 bits. CLEAN where a parameter is not regular."""
+    return code_bits(x, origin, divisor, reciprocal, 15, CLEAN)
 
 
 @triton.jit

@@ -13,10 +13,11 @@ import triton
 import triton.language as tl
 
 from spectrumkv_sglang.kernels.precision import Precision
-from spectrumkv_sglang.kernels.segment_group import TABLE_COLUMNS, GroupLaunch, TileShape
+from spectrumkv_sglang.kernels.segment_group import TABLE_COLUMNS, GroupLaunch, KernelFamily, TileShape
 from spectrumkv_sglang.kernels.triton_encode import encode_8_bits
 from spectrumkv_sglang.kernels.triton_encode_int4 import encode_int4
 from spectrumkv_sglang.kernels.triton_pack_channels import pack_channels
+from spectrumkv_sglang.kernels.triton_pack_planes import pack_planes
 from spectrumkv_sglang.kernels.triton_padding import pad_segment
 from spectrumkv_sglang.kernels.triton_running_sum import add_words
 from spectrumkv_sglang.kernels.triton_runs import ELEMENTS_PER_LANE as _ELEMENTS_PER_LANE
@@ -218,12 +219,14 @@ def pack_groups(
         payload: the payload as int64 words, at a 16-byte boundary; on the device or in pinned host memory.
         block_sums: int64, at least one more than the payload's checksum blocks; scrambled words are added.
         checksum: whether to add them.
-        shapes: how to cut the work, but for parameters by channel.
+        shapes: how to cut the work of `KernelFamily.HEADS`.
     """
     device = block_sums.device
-    if launch.groups[0].by_channel:
+    family = launch.groups[0].family
+    if family is not KernelFamily.HEADS:
+        pack = pack_channels if family is KernelFamily.CHANNELS else pack_planes
         for one in launch.apart():
-            pack_channels(one, pool, payload, block_sums, checksum)
+            pack(one, pool, payload, block_sums, checksum)
         return
     constants = {
         "HARDWARE": has_capability(device, 8, 0),

@@ -15,7 +15,9 @@ import triton
 
 from spectrumkv_sglang.kernels.checksum import WORDS_PER_BLOCK
 from spectrumkv_sglang.kernels.precision import Precision
+from spectrumkv_sglang.kernels.quantisers.code_planes import plane_widths
 from spectrumkv_sglang.kernels.segment_group import GROUPS_PER_LAUNCH, SegmentGroup, TileShape
+from spectrumkv_sglang.kernels.transforms.base import Transform
 
 GROUP_SCALARS = tuple(
     f"{what}_{group}" for what in ("pairs", "segments", "first_row") for group in range(GROUPS_PER_LAUNCH)
@@ -81,6 +83,21 @@ def group_constants(group: SegmentGroup) -> dict[str, Any]:
         "ITEMSIZE": group.dtype.itemsize,
         "BFLOAT16": group.dtype == torch.bfloat16,
         "FLOAT16": group.dtype == torch.float16,
+    }
+
+
+def plane_constants(group: SegmentGroup) -> dict[str, Any]:
+    """What kernels for codes in planes are compiled for: how the group travels, and its `group_constants` without a
+    block of elements, which a head is here."""
+    constants = group_constants(group)
+    del constants["BLOCK_DIM"]
+    low, high = (*plane_widths(group.precision.bits), 0)[:2]
+    return constants | {
+        "PRECISION": int(group.precision),
+        "LOW": low,
+        "HIGH": high,
+        "BY_CHANNEL": group.precision.by_channel,
+        "HADAMARD": group.transform is Transform.HADAMARD,
     }
 
 

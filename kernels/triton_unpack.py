@@ -15,10 +15,11 @@ import triton
 import triton.language as tl
 
 from spectrumkv_sglang.kernels.precision import Precision
-from spectrumkv_sglang.kernels.segment_group import TABLE_COLUMNS, GroupLaunch, TileShape
+from spectrumkv_sglang.kernels.segment_group import TABLE_COLUMNS, GroupLaunch, KernelFamily, TileShape
 from spectrumkv_sglang.kernels.triton_arithmetic import from_float32
 from spectrumkv_sglang.kernels.triton_tiles import GROUP_SCALARS, has_capability, launch_groups
 from spectrumkv_sglang.kernels.triton_unpack_channels import unpack_channels
+from spectrumkv_sglang.kernels.triton_unpack_planes import unpack_planes
 
 SHAPES = {
     Precision.NATIVE: TileShape(2048, 2),
@@ -210,12 +211,14 @@ def unpack_groups(
         payload: the payload as int64 words, at a 16-byte boundary; on the device or in pinned host memory.
         verdict: int64 [3 or more] on the device: sum over the payload's checksum blocks, the same as announced, words
             of the prologue that differ. Nothing is written unless the first two are equal and the third is 0.
-        shapes: how to cut the work, but for parameters by channel.
+        shapes: how to cut the work of `KernelFamily.HEADS`.
     """
     device = verdict.device
-    if launch.groups[0].by_channel:
+    family = launch.groups[0].family
+    if family is not KernelFamily.HEADS:
+        unpack = unpack_channels if family is KernelFamily.CHANNELS else unpack_planes
         for one in launch.apart():
-            unpack_channels(one, pool, payload, verdict)
+            unpack(one, pool, payload, verdict)
         return
     constants = {"HARDWARE_BFLOAT16": has_capability(device, 8, 0)}
     pointers = (pool.view(torch.int64), payload, verdict, launch.slots, launch.table)

@@ -14,11 +14,11 @@ import numpy.typing as npt
 import torch
 
 from spectrumkv_sglang.kernels.checksum import payload_checksum
-from spectrumkv_sglang.kernels.segment_group import INTERPRETED_ONLY, WITH_KERNELS
 from spectrumkv_sglang.payload.device_codec import UnpackOutcome
 from spectrumkv_sglang.payload.errors import PayloadError
 from spectrumkv_sglang.payload.exchange import Pending
 from spectrumkv_sglang.payload.geometry import KVGeometry
+from spectrumkv_sglang.payload.kernel_fitness import kernel_fitness
 from spectrumkv_sglang.payload.key_rotation import RotatedRows
 from spectrumkv_sglang.payload.kv_buffers import KVBuffers
 from spectrumkv_sglang.payload.layout import ARRAY_ALIGNMENT, PayloadLayout, plan_layout
@@ -312,10 +312,9 @@ def why_not_kernels(buffers: KVBuffers, table: PrecisionTable) -> str | None:
     """Why payloads of ``table`` go the way of torch on a GPU, or None if they do not."""
     if buffers.unfit_for_kernels is not None:
         return f"the kernels take {buffers.unfit_for_kernels}"
-    without = ", ".join(precision.name for precision in sorted(table.precisions - WITH_KERNELS))
-    if without or table.transforms.any():
-        return f"there are no kernels for {without or 'transforms'}"
-    unproven = ", ".join(precision.name for precision in sorted(table.precisions & INTERPRETED_ONLY))
+    without, unproven = kernel_fitness(table, buffers.k[0].shape[2], buffers.v[0].shape[2])
+    if without:
+        return f"there are no kernels for {without}"
     return f"the kernels of {unproven} have not been run on a GPU yet" if unproven else None
 
 
@@ -328,6 +327,6 @@ def _backend_for(buffers: KVBuffers, table: PrecisionTable, backend: Backend | N
         return "torch" if why_not_kernels(buffers, table) else "triton"
     if buffers.unfit_for_kernels is not None:
         raise PayloadError(f"payload backend: Triton kernels take {buffers.unfit_for_kernels}; use the torch backend")
-    if table.precisions - WITH_KERNELS or table.transforms.any():
+    if kernel_fitness(table, buffers.k[0].shape[2], buffers.v[0].shape[2]).without:
         raise PayloadError(f"payload backend: {why_not_kernels(buffers, table)}; use the torch backend")
     return "triton"

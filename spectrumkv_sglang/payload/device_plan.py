@@ -18,6 +18,7 @@ import torch
 
 from spectrumkv_sglang.kernels.precision import Precision
 from spectrumkv_sglang.kernels.segment_group import GROUPS_PER_LAUNCH, TABLE_COLUMNS, UNIT_BYTES, SegmentGroup
+from spectrumkv_sglang.kernels.transforms import Transform
 from spectrumkv_sglang.payload.layout import PayloadLayout
 from spectrumkv_sglang.payload.precision_table import PrecisionTable
 
@@ -116,8 +117,9 @@ class LaunchPlanner:
             for layer in range(table.layers):
                 for kv in (0, 1):
                     buffer = self._buffers[kv][layer]
+                    transform = table.transform(layer, kv)
                     for lo, hi, precision in table.head_runs(tier, layer, kv):
-                        group = _group_of(buffer, precision, hi - lo)
+                        group = _group_of(buffer, precision, transform, hi - lo)
                         start = (buffer.data_ptr() - base) // UNIT_BYTES + lo * group.head_stride
                         found[tier, layer, kv, lo] = (tier, group), start
         unique = dict.fromkeys(kind for kind, _ in found.values())
@@ -131,11 +133,12 @@ class LaunchPlanner:
         return skeleton
 
 
-def _group_of(buffer: torch.Tensor, precision: Precision, heads: int) -> SegmentGroup:
+def _group_of(buffer: torch.Tensor, precision: Precision, transform: Transform, heads: int) -> SegmentGroup:
     slot_stride, head_stride = (stride * buffer.element_size() // UNIT_BYTES for stride in buffer.stride()[:2])
-    return SegmentGroup(precision, buffer.dtype, heads, buffer.shape[2], slot_stride, head_stride)
+    undergone = Transform.IDENTITY if precision is Precision.NATIVE else transform
+    return SegmentGroup(precision, buffer.dtype, heads, buffer.shape[2], slot_stride, head_stride, transform=undergone)
 
 
 def _alike(group: SegmentGroup) -> tuple[int, ...]:
     """What groups of one launch agree in, beside the element type."""
-    return int(group.by_channel), group.heads, group.dim, group.slot_stride, group.head_stride
+    return int(group.family), group.heads, group.dim, group.slot_stride, group.head_stride

@@ -1,0 +1,155 @@
+"""Dequantise codes in planes, undo the Hadamard transform, and scatter the rows into the pool by slot id.
+
+The counterpart of `triton_pack_planes`. The torch references are the quantisers' `dequantise` methods and
+`HadamardTransform.inverse`; results are equal bit for bit without a transform. With one, float32 sums are made in
+another order; where a row has parameters of its own, its codes are transformed, which is exact, and scaled afterwards.
+"""
+
+# Triton reads the annotations of kernels, so only what it knows can stand there.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from spectrumkv_sglang.kernels.precision import CHANNEL_BLOCK_ROWS
+from spectrumkv_sglang.kernels.segment_group import TABLE_COLUMNS, GroupLaunch, TileShape
+from spectrumkv_sglang.kernels.triton_arithmetic import from_float32
+from spectrumkv_sglang.kernels.triton_hadamard import hadamard, signs
+from spectrumkv_sglang.kernels.triton_planes import load_codes
+from spectrumkv_sglang.kernels.triton_tiles import has_capability, plane_constants
+from spectrumkv_sglang.kernels.triton_tiles import launch as launch_kernel
+
+SHAPE = TileShape(4096, 4)
+"""Elements of a tile, whole rows of one head and at most a block of them, and the warps that work on it."""
+
+_COLUMNS = tl.constexpr(TABLE_COLUMNS)
+_INT8, _FP8 = tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit
+def _numbers(codes, PRECISION: tl.constexpr):
+    """What codes stand for but for scale and zero, as float32 that float16 holds exactly; FP8 codes over 256."""
+    if PRECISION == _INT8:
+        return ((codes ^ 0x80) - 128).to(tl.float32)
+    elif PRECISION == _FP8:
+        # An E4M3 number moved up by 7 bits is the float16 of 2^-8 times its value, subnormals included.
+        half = ((codes & 0x80) << 8) | ((codes & 0x7F) << 7)
+        return half.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        return codes.to(tl.float32)
+
+
+@triton.jit(
+    do_not_specialize=["rows", "first_row", "slot_stride", "head_stride"],
+    do_not_specialize_on_alignment=["slots_ptr"],
+)
+def _unpack_planes(
+    pool_ptr,
+    payload_ptr,
+    verdict_ptr,
+    slots_ptr,
+    table_ptr,
+    rows,
+    first_row,
+    slot_stride,
+    head_stride,
+    PRECISION: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    ITEMSIZE: tl.constexpr,
+    BFLOAT16: tl.constexpr,
+    FLOAT16: tl.constexpr,
+    HARDWARE_BFLOAT16: tl.constexpr,
+):
+    program = tl.program_id(0)
+    head = program % HEADS
+    tiles = (rows + TILE_ROWS - 1) // TILE_ROWS
+    tile = program // HEADS % tiles
+    entry = table_ptr + program // HEADS // tiles * _COLUMNS
+    pool_start = tl.load(entry)
+    codes_start = tl.load(entry + 1) * 2
+    params_start = tl.load(entry + 2) * 2
+    # Checksum as counted, checksum as announced, words of the prologue that differ: nothing is written unless all fit.
+    differences = (tl.load(verdict_ptr) ^ tl.load(verdict_ptr + 1)) | tl.load(verdict_ptr + 2)
+    writable = tl.where(differences == 0, rows, 0)
+
+    row = tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    readable = tl.minimum(row, rows - 1)
+    slot = tl.load(slots_ptr + first_row + readable)
+    start = pool_start + slot * slot_stride + head * head_stride.to(tl.int64)
+    pair = readable.to(tl.int64) * HEADS + head
+    heads_ptr = payload_ptr.to(tl.pointer_type(tl.int32)) + (codes_start * 2 + pair * (DIM * (LOW + HIGH) // 32))
+    numbers = _numbers(load_codes(heads_ptr, DIM, LOW, HIGH), PRECISION)
+
+    params_ptr = (payload_ptr + params_start).to(tl.pointer_type(tl.float16))
+    element = tl.arange(0, DIM)[None, :]
+    if BY_CHANNEL:
+        block = tile // (BLOCK_ROWS // TILE_ROWS)
+        channel = (block * HEADS + head) * (2 * DIM) + element
+        scale = tl.load(params_ptr + channel).to(tl.float32)
+        values = numbers * scale + tl.load(params_ptr + (channel + DIM)).to(tl.float32)
+        if HADAMARD:
+            values = hadamard(values, DIM, HARDWARE_BFLOAT16) * signs(DIM)
+    else:
+        if HADAMARD:
+            numbers = hadamard(numbers.to(tl.float16), DIM, HARDWARE_BFLOAT16)
+        if PRECISION == _INT8:
+            values = numbers * tl.load(params_ptr + pair).to(tl.float32)[:, None]
+        elif PRECISION == _FP8:
+            values = numbers * (tl.load(params_ptr + pair).to(tl.float32) * 256.0)[:, None]
+        else:
+            zero = tl.load(params_ptr + (pair * 2 + 1)).to(tl.float32)[:, None]
+            if HADAMARD:
+                # The transform of a constant is the constant times sqrt(dim), then zeros.
+                zero = tl.where(element == 0, zero * DIM**0.5, 0.0)
+            values = numbers * tl.load(params_ptr + pair * 2).to(tl.float32)[:, None] + zero
+        if HADAMARD:
+            values *= signs(DIM)
+
+    if BFLOAT16:
+        elements_ptr = pool_ptr.to(tl.pointer_type(tl.int16))
+    elif FLOAT16:
+        elements_ptr = pool_ptr.to(tl.pointer_type(tl.float16))
+    else:
+        elements_ptr = pool_ptr.to(tl.pointer_type(tl.float32))
+    target = elements_ptr + ((start * (16 // ITEMSIZE))[:, None] + element)
+    valid = tl.broadcast_to((row < writable)[:, None], (TILE_ROWS, DIM))
+    tl.store(target, from_float32(values, BFLOAT16, FLOAT16, HARDWARE_BFLOAT16), mask=valid)
+
+
+def unpack_planes(
+    launch: GroupLaunch, pool: torch.Tensor, payload: torch.Tensor, verdict: torch.Tensor, shape: TileShape = SHAPE
+) -> None:
+    """Decode every segment of a group into its rows on the current stream, if the payload is intact.
+
+    Args:
+        launch: the group to unpack, of `KernelFamily.PLANES`; its slots are distinct.
+        pool: first key buffer, which the table's addresses count from.
+        payload: the payload as int64 words, at a 16-byte boundary; on the device or in pinned host memory.
+        verdict: as for `unpack_groups`: nothing is written unless the first two words are equal and the third is 0.
+        shape: how to cut the work.
+    """
+    (group,) = launch.groups
+    device = verdict.device
+    tile_rows = min(CHANNEL_BLOCK_ROWS, shape.elements // group.dim)
+    programs = group.segments * triton.cdiv(group.rows, tile_rows) * group.heads
+    if not programs:
+        return
+    constants = {
+        **plane_constants(group),
+        "BLOCK_ROWS": CHANNEL_BLOCK_ROWS,
+        "TILE_ROWS": tile_rows,
+        "HARDWARE_BFLOAT16": has_capability(device, 8, 0),
+    }
+    pointers = (pool.view(torch.int64), payload, verdict, launch.slots, launch.table)
+    scalars = (group.rows, group.first_row, group.slot_stride, group.head_stride)
+    launch_kernel(_unpack_planes, programs, device, shape, (*pointers, *scalars), constants)
