@@ -26,6 +26,7 @@ from spectrumkv_sglang.profiles.tier import Tier
 from spectrumkv_sglang.verification.record import ProbeRecord
 
 LENGTH = 768
+LOW_TIER = Path(__file__).with_name("low_tier.yaml")
 PROBE_SECONDS = 600
 KEYS_LOW = """
 name: keys-low
@@ -68,8 +69,8 @@ def run_probe(folder: Path, model: Path, *arguments: str, env: dict[str, str] | 
 
 @pytest.fixture(scope="module")
 def probed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Probed:
-    """The small model, with the default profile."""
-    return run_probe(tmp_path_factory.mktemp("probe"), model)
+    """The small model, with a profile whose low tier float32 pools need too at the budget that is judged."""
+    return run_probe(tmp_path_factory.mktemp("probe"), model, "--profile", str(LOW_TIER))
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +112,7 @@ def test_the_launch_config_holds_the_record_and_the_servers_flags(probed: Probed
     assert config.allowed_tiers == (Tier.HIGH, Tier.MID, Tier.LOW)
     assert launch.sglang.common["model-path"] == str(model.resolve())
     assert "--model-path" in launch.arguments("prefill")
-    assert msgspec.json.decode(msgspec.json.encode(probed.result.launch))["spectrumkv"]["profile"] == "spectrum"
+    assert msgspec.json.decode(msgspec.json.encode(probed.result.launch))["spectrumkv"]["profile"] == str(LOW_TIER)
 
 
 def test_what_was_judged_is_what_a_pair_serves(
