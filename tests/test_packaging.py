@@ -84,7 +84,7 @@ def test_the_wheel_holds_what_the_product_cannot_miss(wheel: zipfile.ZipFile) ->
     names = set(wheel.namelist())
     assert "spectrumkv_sglang/kernels/precision.py" in names
     assert "spectrumkv_sglang/launch/__init__.py" in names
-    assert "spectrumkv_sglang/profiles/shipped/spectrum.yaml" in names
+    assert "spectrumkv_sglang/profiles/shipped/balanced.yaml" in names
     assert "spectrumkv_sglang/py.typed" in names
     assert not any(name.split("/")[0] in {"kernels", "launch", "tests"} for name in names)
 

@@ -52,13 +52,13 @@ def test_writes_that_do_not_end_rest_their_slots_on_both_sides(
     source = make_prefill(slot_bytes=SMALL_SLOT, write_timeout_s=0.5, quarantine_s=1.5)
     pages = source.some_pages(100)
     rank.open_room(1, len(pages))
-    source.engine.on_written = lambda number: peer.stop()  # the last writes, under way at once, find nobody
+    source.engine.on_written = lambda number: peer.stop()  # those that are under way then find nobody
     try:
         outcome = source.send(rank, 1, pages)
         unended = source.staging()["quarantined"]
     finally:
         peer.resume()
-    assert unended >= 2
+    assert unended >= 1
     assert (outcome.code, outcome.peer_suspect, outcome.went_native) == (-1, True, False)
     assert outcome.failures == {"write_timeout": unended}
     assert 0.5 <= outcome.seconds < 5
