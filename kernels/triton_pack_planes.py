@@ -31,6 +31,7 @@ from spectrumkv_sglang.kernels.triton_encode import e4m3_bits, negated_and_clean
 from spectrumkv_sglang.kernels.triton_hadamard import hadamard, signs
 from spectrumkv_sglang.kernels.triton_padding import pad_segment
 from spectrumkv_sglang.kernels.triton_planes import plane_words
+from spectrumkv_sglang.kernels.triton_pool import pool_elements
 from spectrumkv_sglang.kernels.triton_running_sum import add_distant_words
 from spectrumkv_sglang.kernels.triton_tiles import has_capability, plane_constants
 from spectrumkv_sglang.kernels.triton_tiles import launch as launch_kernel
@@ -74,12 +75,7 @@ def _load_rows(
 ):
     """Elements of heads at ``start`` [rows], in units of 16 bytes, from ``column`` on, float32 [rows, COLUMNS];
     transformed if they are to be, whole heads then."""
-    if BFLOAT16:
-        elements_ptr = pool_ptr.to(tl.pointer_type(tl.int16))
-    elif FLOAT16:
-        elements_ptr = pool_ptr.to(tl.pointer_type(tl.float16))
-    else:
-        elements_ptr = pool_ptr.to(tl.pointer_type(tl.float32))
+    elements_ptr = pool_elements(pool_ptr, BFLOAT16, FLOAT16)
     columns = (column + tl.arange(0, COLUMNS))[None, :]
     x = to_float32(tl.load(elements_ptr + ((start * (16 // ITEMSIZE))[:, None] + columns)), BFLOAT16)
     if HADAMARD:

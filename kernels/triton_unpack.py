@@ -17,6 +17,7 @@ import triton.language as tl
 from spectrumkv_sglang.kernels.precision import Precision
 from spectrumkv_sglang.kernels.segment_group import TABLE_COLUMNS, GroupLaunch, KernelFamily, TileShape
 from spectrumkv_sglang.kernels.triton_arithmetic import from_float32
+from spectrumkv_sglang.kernels.triton_pool import pool_elements, writable_rows
 from spectrumkv_sglang.kernels.triton_tiles import GROUP_SCALARS, has_capability, launch_groups
 from spectrumkv_sglang.kernels.triton_unpack_channels import unpack_channels
 from spectrumkv_sglang.kernels.triton_unpack_planes import unpack_planes
@@ -60,9 +61,7 @@ def _unpack_tile(
     pool_start = tl.load(entry)
     codes_start = tl.load(entry + 1) * 2
     params_start = tl.load(entry + 2) * 2
-    # Checksum as counted, checksum as announced, words of the prologue that differ: nothing is written unless all fit.
-    differences = (tl.load(verdict_ptr) ^ tl.load(verdict_ptr + 1)) | tl.load(verdict_ptr + 2)
-    writable = tl.where(differences == 0, pairs, 0)
+    writable = writable_rows(verdict_ptr, pairs)
 
     lane = tl.arange(0, BLOCK_PAIRS)
     pair = tile * BLOCK_PAIRS + lane
@@ -115,12 +114,7 @@ def _unpack_tile(
                 # An E4M3 number moved up by 7 bits is the float16 of 2^-8 times its value, subnormals included.
                 half = ((codes & 0x80) << 8) | ((codes & 0x7F) << 7)
                 values = half.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * (scale * 256.0)[:, None]
-        if BFLOAT16:
-            elements_ptr = pool_ptr.to(tl.pointer_type(tl.int16))
-        elif FLOAT16:
-            elements_ptr = pool_ptr.to(tl.pointer_type(tl.float16))
-        else:
-            elements_ptr = pool_ptr.to(tl.pointer_type(tl.float32))
+        elements_ptr = pool_elements(pool_ptr, BFLOAT16, FLOAT16)
         element = tl.arange(0, BLOCK_DIM)
         target = elements_ptr + ((start * PER_UNIT)[:, None] + element[None, :])
         valid = inside[:, None] & (element < DIM)[None, :]

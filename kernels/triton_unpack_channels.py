@@ -16,6 +16,7 @@ import triton.language as tl
 from spectrumkv_sglang.kernels.precision import CHANNEL_BLOCK_ROWS
 from spectrumkv_sglang.kernels.segment_group import TABLE_COLUMNS, GroupLaunch, TileShape
 from spectrumkv_sglang.kernels.triton_arithmetic import from_float32
+from spectrumkv_sglang.kernels.triton_pool import pool_elements, writable_rows
 from spectrumkv_sglang.kernels.triton_tiles import group_constants, has_capability
 from spectrumkv_sglang.kernels.triton_tiles import launch as launch_kernel
 
@@ -57,9 +58,7 @@ def _unpack_channels(
     pool_start = tl.load(entry)
     codes_start = tl.load(entry + 1) * 2
     params_start = tl.load(entry + 2) * 2
-    # Checksum as counted, checksum as announced, words of the prologue that differ: nothing is written unless all fit.
-    differences = (tl.load(verdict_ptr) ^ tl.load(verdict_ptr + 1)) | tl.load(verdict_ptr + 2)
-    writable = tl.where(differences == 0, rows, 0)
+    writable = writable_rows(verdict_ptr, rows)
 
     row = tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
     readable = tl.minimum(row, rows - 1)
@@ -85,12 +84,7 @@ def _unpack_channels(
     codes = tl.reshape((units[:, :, None] >> shift[None, None, :]) & 0xF, (TILE_ROWS, BLOCK_DIM))
     values = codes.to(tl.float32) * scale.to(tl.float32)[None, :] + zero.to(tl.float32)[None, :]
 
-    if BFLOAT16:
-        elements_ptr = pool_ptr.to(tl.pointer_type(tl.int16))
-    elif FLOAT16:
-        elements_ptr = pool_ptr.to(tl.pointer_type(tl.float16))
-    else:
-        elements_ptr = pool_ptr.to(tl.pointer_type(tl.float32))
+    elements_ptr = pool_elements(pool_ptr, BFLOAT16, FLOAT16)
     target = elements_ptr + ((start * (16 // ITEMSIZE))[:, None] + element[None, :])
     valid = (row < writable)[:, None] & (element < DIM)[None, :]
     tl.store(target, from_float32(values, BFLOAT16, FLOAT16, HARDWARE_BFLOAT16), mask=valid)

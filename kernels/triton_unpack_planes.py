@@ -19,6 +19,7 @@ from spectrumkv_sglang.kernels.segment_group import TABLE_COLUMNS, GroupLaunch, 
 from spectrumkv_sglang.kernels.triton_arithmetic import from_float32
 from spectrumkv_sglang.kernels.triton_hadamard import hadamard, signs
 from spectrumkv_sglang.kernels.triton_planes import load_codes
+from spectrumkv_sglang.kernels.triton_pool import pool_elements, writable_rows
 from spectrumkv_sglang.kernels.triton_tiles import has_capability, plane_constants
 from spectrumkv_sglang.kernels.triton_tiles import launch as launch_kernel
 
@@ -78,9 +79,7 @@ def _unpack_planes(
     pool_start = tl.load(entry)
     codes_start = tl.load(entry + 1) * 2
     params_start = tl.load(entry + 2) * 2
-    # Checksum as counted, checksum as announced, words of the prologue that differ: nothing is written unless all fit.
-    differences = (tl.load(verdict_ptr) ^ tl.load(verdict_ptr + 1)) | tl.load(verdict_ptr + 2)
-    writable = tl.where(differences == 0, rows, 0)
+    writable = writable_rows(verdict_ptr, rows)
 
     row = tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
     readable = tl.minimum(row, rows - 1)
@@ -115,12 +114,7 @@ def _unpack_planes(
         if HADAMARD:
             values *= signs(DIM)
 
-    if BFLOAT16:
-        elements_ptr = pool_ptr.to(tl.pointer_type(tl.int16))
-    elif FLOAT16:
-        elements_ptr = pool_ptr.to(tl.pointer_type(tl.float16))
-    else:
-        elements_ptr = pool_ptr.to(tl.pointer_type(tl.float32))
+    elements_ptr = pool_elements(pool_ptr, BFLOAT16, FLOAT16)
     target = elements_ptr + ((start * (16 // ITEMSIZE))[:, None] + element)
     valid = tl.broadcast_to((row < writable)[:, None], (TILE_ROWS, DIM))
     tl.store(target, from_float32(values, BFLOAT16, FLOAT16, HARDWARE_BFLOAT16), mask=valid)

@@ -9,9 +9,8 @@ import torch
 from spectrumkv_sglang.calibration.errors import CalibrationError
 from spectrumkv_sglang.evaluation.prefix import PrefixKV
 from spectrumkv_sglang.kernels.precision import Precision
-from spectrumkv_sglang.kernels.quantisers import quantiser_for
-from spectrumkv_sglang.kernels.quantisers.base import to_pool_dtype
-from spectrumkv_sglang.kernels.transforms import Transform, transform_for
+from spectrumkv_sglang.kernels.row_coding import decode_rows, encode_rows
+from spectrumkv_sglang.kernels.transforms import Transform
 from spectrumkv_sglang.payload.kv_buffers import KVBuffers
 
 
@@ -65,7 +64,5 @@ def _rounded(x: torch.Tensor, cells: RoundedCells, prefix: PrefixKV, layer: int,
                 "identity"
             )
         angles = prefix.rotation.at(first_row, len(x)).of(layer, 0, len(x))
-    transform, quantiser = transform_for(cells.transform), quantiser_for(cells.precision)
-    codes, params = quantiser.quantise(transform.forward(x.float(), angles), transform.near_normal)
-    values = quantiser.dequantise(codes, params, torch.float32)
-    return to_pool_dtype(transform.inverse(values, angles), x.dtype)
+    codes, params = encode_rows(x, cells.precision, cells.transform, angles)
+    return decode_rows(codes, params, x.dtype, cells.precision, cells.transform, angles)

@@ -12,8 +12,8 @@ import torch
 
 from spectrumkv_sglang.kernels.precision import Precision
 from spectrumkv_sglang.kernels.quantisers import quantiser_for
-from spectrumkv_sglang.kernels.quantisers.base import to_pool_dtype
-from spectrumkv_sglang.kernels.transforms import Angles, Transform, transform_for
+from spectrumkv_sglang.kernels.row_coding import decode_rows, encode_rows
+from spectrumkv_sglang.kernels.transforms import Angles, Transform
 from spectrumkv_sglang.payload.key_rotation import RotatedRows
 from spectrumkv_sglang.payload.kv_buffers import KVBuffers
 from spectrumkv_sglang.payload.layout import PayloadLayout, Segment
@@ -43,9 +43,8 @@ def pack_by_torch(
         if segment.precision is Precision.NATIVE:
             codes_out.view(part.dtype).copy_(part)
             continue
-        transform = transform_for(layout.table.transform(segment.layer, segment.kv))
-        part = transform.forward(part.float(), _angles(segment, layout, rotated))
-        codes, params = quantiser_for(segment.precision).quantise(part, transform.near_normal)
+        transform = layout.table.transform(segment.layer, segment.kv)
+        codes, params = encode_rows(part, segment.precision, transform, _angles(segment, transform, rotated))
         codes_out.copy_(codes)
         params_out.copy_(params)
 
@@ -71,7 +70,9 @@ def unpack_by_torch(
     last = len(layout.segments) - 1
     for number, segment in enumerate(layout.segments):
         codes, params = _arrays(payload, segment, geometry.dim_of(segment.kv))
-        part = _restored(codes, params, segment, layout, rotated)
+        transform = layout.table.transform(segment.layer, segment.kv)
+        angles = _angles(segment, transform, rotated)
+        part = decode_rows(codes, params, dtype, segment.precision, transform, angles)
         block = gathered[segment.kv]
         block[segment.row_start : segment.row_start + segment.rows, segment.head_lo : segment.head_hi] = part
         following = layout.segments[number + 1] if number < last else None
@@ -79,21 +80,8 @@ def unpack_by_torch(
             buffers.of(segment.layer, segment.kv).index_copy_(0, index, block)
 
 
-def _restored(
-    codes: torch.Tensor, params: torch.Tensor, segment: Segment, layout: PayloadLayout, rotated: RotatedRows | None
-) -> torch.Tensor:
-    """[rows, heads, dim] in the pool's dtype, rounded to it once."""
-    dtype: torch.dtype = getattr(torch, layout.geometry.dtype)
-    quantiser = quantiser_for(segment.precision)
-    transform = layout.table.transform(segment.layer, segment.kv)
-    if transform is Transform.IDENTITY or segment.precision is Precision.NATIVE:
-        return quantiser.dequantise(codes, params, dtype)
-    values = quantiser.dequantise(codes, params, torch.float32)
-    return to_pool_dtype(transform_for(transform).inverse(values, _angles(segment, layout, rotated)), dtype)
-
-
-def _angles(segment: Segment, layout: PayloadLayout, rotated: RotatedRows | None) -> Angles | None:
-    if rotated is None or layout.table.transform(segment.layer, segment.kv) is not Transform.DEROPE:
+def _angles(segment: Segment, transform: Transform, rotated: RotatedRows | None) -> Angles | None:
+    if rotated is None or transform is not Transform.DEROPE:
         return None
     return rotated.of(segment.layer, segment.row_start, segment.row_start + segment.rows)
 
