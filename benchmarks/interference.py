@@ -45,7 +45,7 @@ from spectrumkv_sglang.launch.sglang_versions import installed_version
 
 GIGABIT = 1_000_000_000
 PACED, BACK_TO_BACK, PREFILL_ALONE = "paced", "back to back", "prefill alone"
-DEFAULT_VARIANTS = ["plain-tuned", "native-packed", "int8", "spectrum-0.28"]
+DEFAULT_VARIANTS = ["plain-tuned", "native-packed", "int8", "balanced-0.3"]
 # A pace that the slowest variant keeps although its times vary.
 _PACE_MARGIN = 1.25
 

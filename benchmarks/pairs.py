@@ -82,9 +82,10 @@ VARIANTS = (
     Variant("fp8-kv", flags=("--kv-cache-dtype", "fp8_e4m3")),
     Variant("native-packed", "native-packed", 1.0),
     Variant("int8", "int8"),
-    Variant("spectrum-0.5", "spectrum", 0.53),
-    Variant("spectrum-0.35", "spectrum", 0.35),
-    Variant("spectrum-0.28", "spectrum", 0.28),
+    Variant("near-lossless-0.5", "near-lossless", 0.5),
+    Variant("balanced-0.3", "balanced", 0.3),
+    Variant("aggressive-0.2", "aggressive", 0.2),
+    Variant("spectrum-0.28", "spectrum-paper", 0.28),
 )
 """``plain`` is Mooncake at its defaults, ``fp8-kv`` what SGLang halves for free: FP8 KV in both pools."""
 

@@ -28,10 +28,10 @@ one block of the Hadamard transform."""
 TRANSFORMS_WITH_KERNELS = frozenset((Transform.IDENTITY, Transform.HADAMARD))
 """Transforms that there are kernels for; payloads with others go the way of torch."""
 _BY_HEADS = frozenset((Precision.NATIVE, Precision.INT8, Precision.FP8_E4M3, Precision.INT4))
-INTERPRETED_ONLY = frozenset(Precision) - _BY_HEADS
+INTERPRETED_ONLY: frozenset[Precision] = frozenset()
 """Precisions whose kernels have been checked in Triton's interpreter but have not run compiled: payloads with one are
 packed and unpacked by torch unless a caller asks for the kernels."""
-TRANSFORMS_INTERPRETED_ONLY = frozenset((Transform.HADAMARD,))
+TRANSFORMS_INTERPRETED_ONLY: frozenset[Transform] = frozenset()
 """The same of transforms."""
 
 
