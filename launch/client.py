@@ -48,6 +48,7 @@ class Completion:
         prompt_tokens: length of the prompt in tokens.
         cached_tokens: prompt tokens that the answering server found in its prefix cache.
         seconds: wall time of the request.
+        logprobs: natural logarithm of each generated token's probability, if they were asked for.
     """
 
     text: str
@@ -55,6 +56,7 @@ class Completion:
     prompt_tokens: int
     cached_tokens: int
     seconds: float
+    logprobs: tuple[float, ...] = ()
 
 
 def get(url: str, *, namespace: NetworkNamespace | None = None, timeout_seconds: float = 10.0) -> bytes:
@@ -118,6 +120,7 @@ def generate_on_pair(
     bootstrap_room: int | None = None,
     timeout_seconds: float = REQUEST_TIMEOUT_SECONDS,
     sampling: Mapping[str, Any] | None = None,
+    logprobs: bool = False,
 ) -> Completion:
     """Generate greedily on a prefill and a decode server directly, as a router would.
 
@@ -129,12 +132,14 @@ def generate_on_pair(
         bootstrap_room: SGLang's room of the request; a random one by default.
         timeout_seconds: for each of the two requests.
         sampling: further SGLang sampling parameters.
+        logprobs: ask for the generated tokens' log-probabilities, too.
 
     Raises:
         HttpError: of the decode server's request if that failed, else of the prefill server's.
     """
     content = {
         **_generate_request(prompt, max_new_tokens, sampling),
+        "return_logprob": logprobs,
         "bootstrap_host": prefill.spec.host,
         "bootstrap_port": prefill.bootstrap_port,
         "bootstrap_room": random.randint(0, MAX_ROOM) if bootstrap_room is None else bootstrap_room,
@@ -195,6 +200,7 @@ def _completion(answer: bytes, seconds: float) -> Completion:
             prompt_tokens=int(meta["prompt_tokens"]),
             cached_tokens=int(meta.get("cached_tokens") or 0),
             seconds=seconds,
+            logprobs=tuple(float(entry[0]) for entry in meta.get("output_token_logprobs") or ()),
         )
     except (ValueError, KeyError, TypeError) as error:
         raise HttpError(f"unexpected answer to /generate ({error!r}): {answer[:500]!r}") from error

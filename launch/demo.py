@@ -68,7 +68,7 @@ class ShownProfile:
 PROFILES = (
     ShownProfile("native-packed", 1.0),
     ShownProfile("int8", 0.55),
-    ShownProfile("spectrum", 0.28, probed=True),
+    ShownProfile("balanced", 0.3, probed=True),
 )
 
 

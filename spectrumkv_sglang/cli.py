@@ -148,6 +148,12 @@ def probe(
         typer.Option("--config", metavar="FILE", help="SpectrumKV settings to judge (an earlier launch config too)."),
     ] = None,
     profile: Annotated[str | None, typer.Option(help="Profile to judge: a shipped one or a .yaml file.")] = None,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Judge a profile made for this model first: its layers are measured on this text."
+        ),
+    ] = None,
     budget: Annotated[float | None, typer.Option(help="Budget b that will be served: wire / native bytes.")] = None,
     backend: Annotated[
         str | None,
@@ -196,6 +202,7 @@ def probe(
         plot=plot,
         config=config,
         profile=profile,
+        calibrate=calibrate,
         budget=budget,
         backend=backend,
         trials=trials,

@@ -104,7 +104,7 @@ class SpectrumKVConfig(BaseSettings):
     allowed_tiers: Annotated[tuple[Tier, ...], BeforeValidator(_tiers_from_text)] = Field(
         default=(Tier.HIGH, Tier.MID, Tier.LOW), description="token tiers that may be used; high is always among them"
     )
-    profile: str = Field(default="spectrum", description="name of a shipped precision profile, or path of a .yaml file")
+    profile: str = Field(default="balanced", description="name of a shipped precision profile, or path of a .yaml file")
     sink_tokens: int = Field(
         default=4, ge=0, le=65536, description="first tokens of a prompt that are always HIGH; tokens"
     )

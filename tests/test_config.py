@@ -26,9 +26,9 @@ def test_defaults() -> None:
     config = load_config(environ={})
     assert config.model_dump() == {
         "enabled": True,
-        "budget": 0.55,
+        "budget": 0.3,
         "allowed_tiers": (Tier.HIGH, Tier.MID, Tier.LOW),
-        "profile": "spectrum",
+        "profile": "balanced",
         "sink_tokens": 4,
         "recent_tokens": 64,
         "min_tokens": 64,
@@ -78,7 +78,7 @@ def test_file_values(tmp_path: Path) -> None:
     assert config.slot_bytes == 4 * 1024 * 1024
     assert config.transfer_log == Path("/var/log/skv.jsonl")
     assert config.make_scorer() == RandomScorer(7)
-    assert config.reachable_budget == pytest.approx(130 / 256)
+    assert config.reachable_budget == pytest.approx((132 + 130) / 512)
 
 
 def test_path_from_the_environment(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_variables_that_are_no_fields_but_ours() -> None:
 
 def test_the_process_environment_does_not_leak_into_plain_construction(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECTRUMKV_BUDGET", "0.9")
-    assert SpectrumKVConfig().budget == 0.55
+    assert SpectrumKVConfig().budget == 0.3
     assert load_config().budget == 0.9
 
 
@@ -198,9 +198,9 @@ REFUSED_FILES = [
     ("slots_per_chunk: 17", ["slots_per_chunk (17)", "landing_slots (16)"]),
     ("write_timeout_s: 0", ["write_timeout_s = 0", "above 0", "seconds"]),
     ("seed: -1", ["seed = -1"]),
-    ("budget: 0.2", ["budget 0.2 is below 0.266", "high, mid, low", "'spectrum'", "raise budget"]),
+    ("budget: 0.2", ["budget 0.2 is below 0.266", "high, mid, low", "'balanced'", "raise budget"]),
     ("budget: 0.5\nprofile: spectrum-safe", ["budget 0.5 is below 0.508", "tiers high, mid"]),
-    ("budget: 0.5\nallowed_tiers: [high, mid]", ["budget 0.5 is below 0.508", "tiers high, mid"]),
+    ("budget: 0.5\nallowed_tiers: [high, mid]", ["budget 0.5 is below 0.512", "tiers high, mid"]),
     ("profile: native-packed\nbudget: 0.55", ["budget 0.55 is below 1", "native-packed"]),
     ("write_timeout_s: 200", ["lease_s (120) must exceed write_timeout_s (200)"]),
     ("bugdet: 0.5", ["unknown field 'bugdet'", "did you mean budget?"]),
@@ -328,11 +328,13 @@ def test_a_restricted_configuration_keeps_a_budget_that_it_no_longer_reaches() -
     assert config.reachable_budget < 0.3  # computed before, and not carried over
     restricted = config.restricted_to((Tier.HIGH, Tier.MID))
     assert (restricted.budget, restricted.seed, restricted.allowed_tiers) == (0.3, 5, (Tier.HIGH, Tier.MID))
-    assert restricted.reachable_budget == pytest.approx(130 / 256)
+    assert restricted.reachable_budget == pytest.approx((132 + 130) / 512)
     assert config.allowed_tiers == (Tier.HIGH, Tier.MID, Tier.LOW)
 
 
-@pytest.mark.parametrize(("profile", "budget"), [("native-packed", 1.0), ("int8", 0.55), ("spectrum", 0.55)])
+@pytest.mark.parametrize(
+    ("profile", "budget"), [("native-packed", 1.0), ("int8", 0.55), ("spectrum", 0.55), ("balanced", 0.3)]
+)
 def test_an_unset_budget_follows_the_profile(tmp_path: Path, profile: str, budget: float) -> None:
     assert load_config(write(tmp_path, f"profile: {profile}\n"), environ={}).budget == budget
 

@@ -60,10 +60,10 @@ def test_without_a_model_the_record_is_held_against_the_configuration(model: Pat
     found = probe_finding(launch_config(model), None)
     assert found.severity is Severity.INFO
     assert "--model-path" in found.remedy
-    found = probe_finding(launch_config(model, budget=0.4), None)
+    found = probe_finding(launch_config(model, budget=0.28), None)
     assert found.severity is Severity.WARNING
     assert "changed" in found.detail
-    assert "budget: probed down to 0.55, served 0.4" in found.detail
+    assert "budget: probed down to 0.3, served 0.28" in found.detail
 
 
 def test_another_model_is_named_by_what_differs(model: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from spectrumkv_sglang.launch.processes import stopping_on_signals
 from spectrumkv_sglang.launch.servers import default_backend
 from spectrumkv_sglang.launch_config import check_writable, replace_file, write_launch_config
 from spectrumkv_sglang.launch_flags import flags_from_arguments, with_absolute_paths
+from spectrumkv_sglang.probe.calibrated import calibrate_first, calibrated_profile_path
 from spectrumkv_sglang.probe.errors import ProbeError
 from spectrumkv_sglang.probe.gate import Thresholds
 from spectrumkv_sglang.probe.needle_runs import MIN_LENGTH
@@ -39,6 +40,7 @@ class ProbeCommand:
     plot: Path | None
     config: Path | None
     profile: str | None
+    calibrate: Path | None
     budget: float | None
     backend: str | None
     trials: int
@@ -64,6 +66,8 @@ def probe(command: ProbeCommand, console: Console) -> int:
     """
     outputs = [command.out, *(path for path in (command.json, command.plot) if path is not None)]
     _check_outputs(outputs, command)
+    if command.calibrate is not None and command.profile is not None:
+        raise ProbeError("--calibrate makes the profile that is judged: leave --profile out")
     if command.plot is not None:
         check_plot_format(command.plot)
     depths = _depths(command.depths)
@@ -71,6 +75,13 @@ def probe(command: ProbeCommand, console: Console) -> int:
     if too_short := [length for length in command.lengths if length < MIN_LENGTH]:
         raise ProbeError(f"--length {too_short[0]}: a needle and some text need at least {MIN_LENGTH} tokens")
     config = _config(command)
+    if command.calibrate is not None:
+        profile = calibrated_profile_path(command.out)
+        check_writable(profile)
+        with stopping_on_signals():
+            calibrate_first(command.model_path, command.calibrate, command.budget, command.seed, profile)
+        command = replace(command, profile=str(profile.resolve()))
+        config = _config(command)
     options = ProbeOptions(
         model=command.model_path,
         config=config,
@@ -119,6 +130,7 @@ def _check_outputs(outputs: Sequence[Path], command: ProbeCommand) -> None:
         for option, path in (
             ("--haystack", command.haystack),
             ("--text", command.text),
+            ("--calibrate", command.calibrate),
             ("--profile", command.profile),
             ("the log", _log_path(command)),
         )

@@ -33,6 +33,9 @@ def _failure(*arguments: object) -> str:
     ("arguments", "message"),
     [
         (("--model-path", "{model}/nothing/here"), "no model directory"),
+        (("--model-path", "{model}/nothing/here", "--calibrate", "{folder}/t.txt"), "needs a local model directory"),
+        (("--model-path", "{model}", "--calibrate", "{folder}/none.txt"), "nothing was probed"),
+        (("--model-path", "{model}", "--calibrate", "{folder}/t.txt", "--profile", "int8"), "leave --profile out"),
         (("--model-path", "{folder}"), "no config.json"),
         (("--model-path", "{model}"), "tokenizer"),
         (("--model-path", "{model}", "--profile", "int9"), "unknown profile 'int9'"),

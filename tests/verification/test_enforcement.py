@@ -128,8 +128,8 @@ def test_another_model_is_named_by_what_differs(field: str) -> None:
 @pytest.mark.parametrize(
     ("served", "reason"),
     [
-        ({"budget": 0.35}, "budget: probed down to 0.55, served 0.35"),
-        ({"profile": "k8v4"}, "profile: probed spectrum"),
+        ({"budget": 0.28}, "budget: probed down to 0.3, served 0.28"),
+        ({"profile": "k8v4"}, "profile: probed balanced"),
         ({"scorer": "uniform"}, "scorer: probed window, served uniform"),
         ({"scorer_window": 8}, "scorer_window: probed 32, served 8"),
         ({"scorer_stride_samples": 8}, "scorer_stride_samples: probed 32, served 8"),
