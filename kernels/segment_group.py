@@ -22,12 +22,15 @@ GROUPS_PER_LAUNCH = 4
 """Groups that one launch takes at most."""
 
 PLANE_DIMS = (64, 128, 256)
-"""Head dimensions that kernels of `KernelFamily.PLANES` take: every plane of a head fills whole words, and a head is
-one block of the Hadamard transform."""
+"""Head dimensions that kernels of `KernelFamily.PLANES` and for codes in two planes take: every plane of a head fills
+whole words, and a head is one block of the Hadamard transform."""
 
 TRANSFORMS_WITH_KERNELS = frozenset((Transform.IDENTITY, Transform.HADAMARD))
 """Transforms that there are kernels for; payloads with others go the way of torch."""
 _BY_HEADS = frozenset((Precision.NATIVE, Precision.INT8, Precision.FP8_E4M3, Precision.INT4))
+_BY_CHANNEL_OF_FULL_RANGE = frozenset(p for p in Precision if p.by_channel and p.bits > 2)
+_OF_ONE_PLANE = frozenset((Precision.INT4_CHANNEL, Precision.INT8_CHANNEL))
+"""Codes by channel that fill whole words of any head that kernels take."""
 INTERPRETED_ONLY: frozenset[Precision] = frozenset()
 """Precisions whose kernels have been checked in Triton's interpreter but have not run compiled: payloads with one are
 packed and unpacked by torch unless a caller asks for the kernels."""
@@ -41,7 +44,7 @@ class KernelFamily(enum.IntEnum):
     HEADS = 0
     """Whole bytes or nibbles with parameters by row, several precisions a launch: `triton_pack`, `triton_unpack`."""
     CHANNELS = 1
-    """Nibbles with parameters by channel: `triton_pack_channels`, `triton_unpack_channels`."""
+    """Parameters by channel of the full range of a block: `triton_pack_channels`, `triton_unpack_channels`."""
     PLANES = 2
     """Everything else: `triton_pack_planes`, `triton_unpack_planes`."""
 
@@ -51,7 +54,7 @@ def family_of(precision: Precision, transform: Transform) -> KernelFamily:
     if transform is Transform.IDENTITY or precision is Precision.NATIVE:
         if precision in _BY_HEADS:
             return KernelFamily.HEADS
-        if precision is Precision.INT4_CHANNEL:
+        if precision in _BY_CHANNEL_OF_FULL_RANGE:
             return KernelFamily.CHANNELS
     return KernelFamily.PLANES
 
@@ -62,7 +65,9 @@ def unfit_cell(precision: Precision, transform: Transform, dim: int) -> str | No
         return None
     if transform not in TRANSFORMS_WITH_KERNELS:
         return transform.name
-    if family_of(precision, transform) is KernelFamily.PLANES and dim not in PLANE_DIMS:
+    family = family_of(precision, transform)
+    two_planes = family is KernelFamily.CHANNELS and precision not in _OF_ONE_PLANE
+    if (family is KernelFamily.PLANES or two_planes) and dim not in PLANE_DIMS:
         behind = "" if transform is Transform.IDENTITY else f" behind {transform.name}"
         return f"{precision.name}{behind} with a head dimension of {dim} (expected {', '.join(map(str, PLANE_DIMS))})"
     return None

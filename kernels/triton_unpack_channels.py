@@ -1,4 +1,4 @@
-"""Dequantise INT4 with a scale and a zero for each channel of a block, and scatter the rows into the pool by slot id.
+"""Dequantise codes with a scale and a zero for each channel of a block, and scatter the rows into the pool by slot id.
 
 A program takes some rows of one head of one block, so that it reads the block's parameters once for all of them. The
 torch reference is `AffineChannelQuantiser.dequantise`; results are equal bit for bit.
@@ -16,14 +16,43 @@ import triton.language as tl
 from spectrumkv_sglang.kernels.precision import CHANNEL_BLOCK_ROWS
 from spectrumkv_sglang.kernels.segment_group import TABLE_COLUMNS, GroupLaunch, TileShape
 from spectrumkv_sglang.kernels.triton_arithmetic import from_float32
+from spectrumkv_sglang.kernels.triton_channel_codes import code_constants
 from spectrumkv_sglang.kernels.triton_pool import pool_elements, writable_rows
 from spectrumkv_sglang.kernels.triton_tiles import group_constants, has_capability
 from spectrumkv_sglang.kernels.triton_tiles import launch as launch_kernel
 
-SHAPE = TileShape(4096, 2)
+SHAPE = TileShape(8192, 2)
 """Elements of a tile, whole rows of one head and at most a block of them, and the warps that work on it."""
 
 _COLUMNS = tl.constexpr(TABLE_COLUMNS)
+
+
+@triton.jit
+def _load_plane(bytes_ptr, heads, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr):
+    """Bits of a plane of each element, ``SHIFT`` bits up, int32 [rows, BLOCK_DIM]; ``heads`` are bytes from the first
+    to each head.
+
+    Eight elements, 16 bytes of bfloat16 to store, are one number of 8 * WIDTH bits, so that the lane that stores them
+    reads their bits, whatever the plane.
+    """
+    if WIDTH == 8:
+        units_ptr = bytes_ptr.to(tl.pointer_type(tl.int64))
+    elif WIDTH == 4:
+        units_ptr = bytes_ptr.to(tl.pointer_type(tl.int32))
+    elif WIDTH == 2:
+        units_ptr = bytes_ptr.to(tl.pointer_type(tl.int16))
+    else:
+        units_ptr = bytes_ptr
+    unit = tl.arange(0, BLOCK_DIM // 8)
+    source = units_ptr + ((heads // WIDTH)[:, None] + unit[None, :])
+    units = tl.load(source) if BLOCK_DIM == DIM else tl.load(source, mask=(unit < DIM // 8)[None, :], other=0)
+    shift = tl.arange(0, 8) * WIDTH
+    if WIDTH == 8:
+        bits = (units[:, :, None] >> shift.to(tl.int64)[None, None, :]).to(tl.int32)
+    else:
+        # All eight are moved up at once; a narrow plane leaves room for it.
+        bits = (units.to(tl.int32) << SHIFT)[:, :, None] >> shift[None, None, :]
+    return tl.reshape(bits & (((1 << WIDTH) - 1) << SHIFT), (heads.shape[0], BLOCK_DIM))
 
 
 @triton.jit(
@@ -40,6 +69,8 @@ def _unpack_channels(
     first_row,
     slot_stride,
     head_stride,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
@@ -65,24 +96,23 @@ def _unpack_channels(
     slot = tl.load(slots_ptr + first_row + readable)
     start = pool_start + slot * slot_stride + head * head_stride.to(tl.int64)
 
-    # Eight codes each: 16 bytes of bfloat16 to store.
-    UNITS: tl.constexpr = DIM // 8
-    unit = tl.arange(0, BLOCK_DIM // 8)
-    units_ptr = payload_ptr.to(tl.pointer_type(tl.int32)) + 2 * codes_start
-    source = units_ptr + ((readable.to(tl.int64) * HEADS + head)[:, None] * UNITS + unit[None, :])
+    # In bytes from the first code of a segment to those of a head, of codes that lie in planes.
+    heads = (readable.to(tl.int64) * HEADS + head) * (DIM * (LOW + HIGH) // 8)
+    bytes_ptr = (payload_ptr + codes_start).to(tl.pointer_type(tl.int8))
+    codes = _load_plane(bytes_ptr, heads, DIM, BLOCK_DIM, LOW, 0)
+    if HIGH > 0:
+        codes |= _load_plane(bytes_ptr + DIM * LOW // 8, heads, DIM, BLOCK_DIM, HIGH, LOW)
     element = tl.arange(0, BLOCK_DIM)
     block = tile // (BLOCK_ROWS // TILE_ROWS)
     params_ptr = (payload_ptr + params_start).to(tl.pointer_type(tl.float16)) + (block * HEADS + head) * (2 * DIM)
     if BLOCK_DIM == DIM:
-        units = tl.load(source)
         scale, zero = tl.load(params_ptr + element), tl.load(params_ptr + (DIM + element))
     else:
-        units = tl.load(source, mask=(unit < UNITS)[None, :], other=0)
         scale = tl.load(params_ptr + element, mask=element < DIM, other=0.0)
         zero = tl.load(params_ptr + (DIM + element), mask=element < DIM, other=0.0)
-    shift = tl.arange(0, 8) * 4
-    codes = tl.reshape((units[:, :, None] >> shift[None, None, :]) & 0xF, (TILE_ROWS, BLOCK_DIM))
-    values = codes.to(tl.float32) * scale.to(tl.float32)[None, :] + zero.to(tl.float32)[None, :]
+    # A code times a float16 is exact in float32, so that the fused operation rounds as the reference does.
+    zeros = tl.broadcast_to(zero.to(tl.float32)[None, :], (TILE_ROWS, BLOCK_DIM))
+    values = tl.fma(codes.to(tl.float32), tl.broadcast_to(scale.to(tl.float32)[None, :], zeros.shape), zeros)
 
     elements_ptr = pool_elements(pool_ptr, BFLOAT16, FLOAT16)
     target = elements_ptr + ((start * (16 // ITEMSIZE))[:, None] + element[None, :])
@@ -96,7 +126,7 @@ def unpack_channels(
     """Decode every segment of a group into its rows on the current stream, if the payload is intact.
 
     Args:
-        launch: the group to unpack, of `Precision.INT4_CHANNEL`; its slots are distinct.
+        launch: the group to unpack, of `KernelFamily.CHANNELS`; its slots are distinct.
         pool: first key buffer, which the table's addresses count from.
         payload: the payload as int64 words, at a 16-byte boundary; on the device or in pinned host memory.
         verdict: as for `unpack_groups`: nothing is written unless the first two words are equal and the third is 0.
@@ -113,6 +143,7 @@ def unpack_channels(
     pointers = (pool.view(torch.int64), payload, verdict, launch.slots, launch.table)
     constants = {
         **of_group,
+        **code_constants(group),
         "BLOCK_ROWS": CHANNEL_BLOCK_ROWS,
         "TILE_ROWS": tile_rows,
         "HARDWARE_BFLOAT16": has_capability(device, 8, 0),
