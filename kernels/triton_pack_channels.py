@@ -13,11 +13,13 @@ encoded a slower way.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import triton
 import triton.language as tl
 
-from spectrumkv_sglang.kernels.precision import CHANNEL_BLOCK_ROWS
+from spectrumkv_sglang.kernels.precision import CHANNEL_BLOCK_ROWS, Precision
 from spectrumkv_sglang.kernels.segment_group import TABLE_COLUMNS, GroupLaunch, TileShape
 from spectrumkv_sglang.kernels.triton_affine import code_bits, full_range
 from spectrumkv_sglang.kernels.triton_arithmetic import (
@@ -37,9 +39,16 @@ from spectrumkv_sglang.kernels.triton_tiles import launch as launch_kernel
 _COLUMNS = tl.constexpr(TABLE_COLUMNS)
 _ROWS_AT_ONCE = 16
 """Rows of an irregular block that are read at a time: one for each lane that shares a channel."""
-_REGISTERS = 128
-"""Most registers of a thread for pools of two bytes an element, which is what the kernels need: sixteen warps of a
-multiprocessor hold them."""
+SHAPES = {
+    Precision.INT3_CHANNEL: TileShape(CHANNEL_BLOCK_ROWS * 64, 2, 128),
+    Precision.INT4_CHANNEL: TileShape(CHANNEL_BLOCK_ROWS * 32, 1, 128),
+    Precision.INT5_CHANNEL: TileShape(CHANNEL_BLOCK_ROWS * 64, 2, 128),
+    Precision.INT6_CHANNEL: TileShape(CHANNEL_BLOCK_ROWS * 32, 1, 128),
+    Precision.INT8_CHANNEL: TileShape(CHANNEL_BLOCK_ROWS * 32, 1, 128),
+}
+"""Channels of a block that a program takes, times its rows: whole words of the narrowest plane, and a warp for each 32,
+so that it has one channel for each thread. 128 registers are what the kernels need; sixteen warps of a multiprocessor
+hold them. Pools of four bytes an element take twice the warps and what registers they like."""
 
 
 @triton.jit
@@ -444,7 +453,12 @@ def _pack_channels(
 
 
 def pack_channels(
-    launch: GroupLaunch, pool: torch.Tensor, payload: torch.Tensor, block_sums: torch.Tensor, checksum: bool = True
+    launch: GroupLaunch,
+    pool: torch.Tensor,
+    payload: torch.Tensor,
+    block_sums: torch.Tensor,
+    checksum: bool = True,
+    shapes: Mapping[Precision, TileShape] = SHAPES,
 ) -> None:
     """Encode the rows of every segment of a group on the current stream, padding included.
 
@@ -454,19 +468,20 @@ def pack_channels(
         payload: the payload as int64 words, at a 16-byte boundary; on the device or in pinned host memory.
         block_sums: int64, one for each of the payload's checksum blocks; scrambled words are added.
         checksum: whether to add them.
+        shapes: how to cut the work.
     """
     (group,) = launch.groups
     device = block_sums.device
     constants = group_constants(group) | code_constants(group)
     del constants["BLOCK_DIM"]
-    # The words of a plane of one bit are 64 channels.
-    columns = 64 if constants["HIGH"] == 1 else 32
-    programs = (
-        group.segments * triton.cdiv(group.rows, CHANNEL_BLOCK_ROWS) * group.heads * triton.cdiv(group.dim, columns)
-    )
+    shape = shapes[group.precision]
+    if group.dtype.itemsize > 2:
+        shape = TileShape(shape.elements, 2 * shape.warps)
+    columns = shape.elements // CHANNEL_BLOCK_ROWS
+    blocks = triton.cdiv(group.rows, CHANNEL_BLOCK_ROWS)
+    programs = group.segments * blocks * group.heads * triton.cdiv(group.dim, columns)
     if not programs:
         return
-    warps = columns // 32 * (group.dtype.itemsize // 2)
     constants |= {
         "LANES": columns // 16,
         "BLOCK_ROWS": CHANNEL_BLOCK_ROWS,
@@ -474,10 +489,8 @@ def pack_channels(
         "ROWS_AT_ONCE": _ROWS_AT_ONCE if device.type == "cuda" else CHANNEL_BLOCK_ROWS,
         "PACKED": group.dtype.itemsize == 2 and has_capability(device, 8, 0),
         "CHECKSUM": checksum,
-        "WARPS": warps,
+        "WARPS": shape.warps,
     }
     pointers = (pool.view(torch.int64), payload, block_sums, launch.slots, launch.table)
     scalars = (group.rows, group.first_row, group.slot_stride, group.head_stride)
-    registers = _REGISTERS if group.dtype.itemsize == 2 else None
-    shape = TileShape(CHANNEL_BLOCK_ROWS * columns, warps, registers)
     launch_kernel(_pack_channels, programs, device, shape, (*pointers, *scalars), constants)

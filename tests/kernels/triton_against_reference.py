@@ -16,7 +16,7 @@ from kernel_cases import DEVICE, Case, case_of, check_both_directions, every_dty
 
 from spectrumkv_sglang.kernels.checksum import WORDS_PER_BLOCK, combine, payload_checksum
 from spectrumkv_sglang.kernels.precision import Precision
-from spectrumkv_sglang.kernels.segment_group import KernelFamily, family_of
+from spectrumkv_sglang.kernels.segment_group import KernelFamily, family_of, unfit_cell
 from spectrumkv_sglang.kernels.transforms import Transform
 from spectrumkv_sglang.kernels.triton_checksum import sum_payload
 from spectrumkv_sglang.payload.codec import (
@@ -31,8 +31,12 @@ from spectrumkv_sglang.payload.errors import PayloadError
 from spectrumkv_sglang.payload.geometry import KVGeometry
 from spectrumkv_sglang.payload.layout import plan_layout
 
-# Those whose codes are in planes have a file of their own.
-PRECISIONS = [p for p in Precision if family_of(p, Transform.IDENTITY) is not KernelFamily.PLANES]
+# Those whose codes are in several planes have a file of their own.
+PRECISIONS = [
+    p
+    for p in Precision
+    if family_of(p, Transform.IDENTITY) is not KernelFamily.PLANES and unfit_cell(p, Transform.IDENTITY, 16) is None
+]
 every_precision = pytest.mark.parametrize("precision", PRECISIONS, ids=lambda p: p.name)
 
 

@@ -19,7 +19,7 @@ from kernel_cases import DEVICE, Case, case_of, check_both_directions, every_dty
 from spectrumkv_sglang.kernels.checksum import WORDS_PER_BLOCK, payload_checksum
 from spectrumkv_sglang.kernels.precision import Precision
 from spectrumkv_sglang.kernels.quantisers import code_planes, quantiser_for
-from spectrumkv_sglang.kernels.segment_group import KernelFamily, family_of
+from spectrumkv_sglang.kernels.segment_group import unfit_cell
 from spectrumkv_sglang.kernels.transforms import Transform, transform_for
 from spectrumkv_sglang.payload.codec import (
     KVBuffers,
@@ -36,7 +36,8 @@ from spectrumkv_sglang.payload.geometry import KVGeometry
 from spectrumkv_sglang.payload.layout import Segment, plan_layout
 from spectrumkv_sglang.payload.precision_table import PrecisionTable
 
-IN_PLANES = [p for p in Precision if family_of(p, Transform.IDENTITY) is KernelFamily.PLANES]
+IN_PLANES = [p for p in Precision if unfit_cell(p, Transform.IDENTITY, 16) is not None]
+BY_CHANNEL = [p for p in Precision if p.by_channel]
 QUANTISED = [p for p in Precision if p is not Precision.NATIVE]
 every_precision_in_planes = pytest.mark.parametrize("precision", IN_PLANES, ids=lambda p: p.name)
 every_quantised = pytest.mark.parametrize("precision", QUANTISED, ids=lambda p: p.name)
@@ -148,15 +149,33 @@ def test_codes_in_planes_equal_the_reference(precision: Precision, dtype: torch.
     check_both_directions(uniform(precision, dtype, (64, 128), 17, heads=1, ordinary=ordinary))
 
 
-@pytest.mark.parametrize("precision", [p for p in IN_PLANES if p.by_channel], ids=lambda p: p.name)
+@pytest.mark.parametrize("precision", BY_CHANNEL, ids=lambda p: p.name)
 def test_blocks_of_channels_that_are_full_and_that_are_not(precision: Precision) -> None:
     check_both_directions(uniform(precision, torch.bfloat16, (64, 128), 129, by_channel=True))
 
 
-@pytest.mark.parametrize("precision", [Precision.INT3, Precision.INT2_CHANNEL], ids=lambda p: p.name)
+@pytest.mark.parametrize("precision", [Precision.INT3, *BY_CHANNEL], ids=lambda p: p.name)
 @pytest.mark.parametrize("rows", [1, 128])
 def test_wide_heads(precision: Precision, rows: int) -> None:
-    check_both_directions(uniform(precision, torch.float16, (256, 256), rows, by_channel=True))
+    check_both_directions(uniform(precision, torch.float16, (256, 256), rows, heads=1, by_channel=True))
+
+
+@pytest.mark.parametrize("precision", BY_CHANNEL, ids=lambda p: p.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_codes_round_at_exact_halves_in_every_channel(precision: Precision, dtype: torch.dtype) -> None:
+    case = uniform(precision, dtype, (64, 64), 32, heads=1)
+    # A step of 1/2 in each channel; what lies half a step from two codes goes to the even one.
+    last = (1 << precision.bits) - 1
+    rows, channels = torch.arange(43)[:, None, None], torch.arange(64)
+    halves = (rows * 7 + channels) % (2 * last + 1)
+    values = (halves / 4 - channels % 5).to(dtype)
+    slots = case.slots[:2]
+    values[slots[0], 0] = (-(channels % 5)).to(dtype)
+    values[slots[1], 0] = (last / 2 - channels % 5).to(dtype)
+    for buffers in (case.host, case.device):
+        for buffer in (*buffers.k, *buffers.v):
+            buffer.copy_(values)
+    check_both_directions(case)
 
 
 @every_quantised
