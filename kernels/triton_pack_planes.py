@@ -1,10 +1,11 @@
 """Gather rows of the pool by slot id, transform and quantise them to codes in planes, and sum the words up.
 
-For what neither `triton_pack` nor `triton_pack_channels` encodes: codes that are not whole nibbles or bytes, and rows
-that go through the Hadamard transform, in any precision. A program takes some rows of one head, or some channels of a
-block where rows share parameters, and holds them in registers. The torch references are the quantisers' `quantise`
-methods behind `HadamardTransform.forward`; results are equal bit for bit without a transform. With one, a sum of the
-transform may differ by its rounding, and so may a code that lies next to the edge between two.
+For what neither `triton_pack` nor `triton_pack_channels` encodes: codes by row that are not whole nibbles or bytes,
+codes of 2 bits by channel, and rows that go through the Hadamard transform, in any precision. A program takes some rows
+of one head, or some channels of a block where rows share parameters, and holds them in registers. The torch references
+are the quantisers' `quantise` methods behind `HadamardTransform.forward`; results are equal bit for bit without a
+transform. With one, a sum of the transform may differ by its rounding, and so may a code that lies next to the edge
+between two.
 """
 
 # Triton reads the annotations of kernels, so only what it knows can stand there.

@@ -21,8 +21,10 @@ from spectrumkv_sglang.kernels.triton_pool import pool_elements, writable_rows
 from spectrumkv_sglang.kernels.triton_tiles import group_constants, has_capability
 from spectrumkv_sglang.kernels.triton_tiles import launch as launch_kernel
 
-SHAPE = TileShape(8192, 2)
-"""Elements of a tile, whole rows of one head and at most a block of them, and the warps that work on it."""
+TILE_ROWS = 64
+"""Rows of a tile, whole ones of one head; they divide a block."""
+_ELEMENTS_PER_WARP = 4096
+"""Of a tile. With fewer, a lane works out addresses and parameters for too few of them."""
 
 _COLUMNS = tl.constexpr(TABLE_COLUMNS)
 
@@ -33,25 +35,24 @@ def _load_plane(bytes_ptr, heads, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WI
     to each head.
 
     Eight elements, 16 bytes of bfloat16 to store, are one number of 8 * WIDTH bits, so that the lane that stores them
-    reads their bits, whatever the plane.
+    reads their bits, whatever the plane. Numbers narrower than a word are shifted out of one: loads of bytes would be
+    given to few lanes, and what they hold moved to the others.
     """
-    if WIDTH == 8:
-        units_ptr = bytes_ptr.to(tl.pointer_type(tl.int64))
-    elif WIDTH == 4:
-        units_ptr = bytes_ptr.to(tl.pointer_type(tl.int32))
-    elif WIDTH == 2:
-        units_ptr = bytes_ptr.to(tl.pointer_type(tl.int16))
-    else:
-        units_ptr = bytes_ptr
     unit = tl.arange(0, BLOCK_DIM // 8)
-    source = units_ptr + ((heads // WIDTH)[:, None] + unit[None, :])
-    units = tl.load(source) if BLOCK_DIM == DIM else tl.load(source, mask=(unit < DIM // 8)[None, :], other=0)
     shift = tl.arange(0, 8) * WIDTH
+    if WIDTH == 8:
+        source = bytes_ptr.to(tl.pointer_type(tl.int64)) + ((heads // 8)[:, None] + unit[None, :])
+    else:
+        SHARE: tl.constexpr = 4 // WIDTH
+        source = bytes_ptr.to(tl.pointer_type(tl.int32)) + ((heads // 4)[:, None] + (unit // SHARE)[None, :])
+    units = tl.load(source) if BLOCK_DIM == DIM else tl.load(source, mask=(unit < DIM // 8)[None, :], other=0)
     if WIDTH == 8:
         bits = (units[:, :, None] >> shift.to(tl.int64)[None, None, :]).to(tl.int32)
     else:
-        # All eight are moved up at once; a narrow plane leaves room for it.
-        bits = (units.to(tl.int32) << SHIFT)[:, :, None] >> shift[None, None, :]
+        if WIDTH < 4:
+            # All eight are moved where they belong at once.
+            units = ((units >> (unit % SHARE * (8 * WIDTH))[None, :]) & ((1 << (8 * WIDTH)) - 1)) << SHIFT
+        bits = units[:, :, None] >> shift[None, None, :]
     return tl.reshape(bits & (((1 << WIDTH) - 1) << SHIFT), (heads.shape[0], BLOCK_DIM))
 
 
@@ -121,7 +122,12 @@ def _unpack_channels(
 
 
 def unpack_channels(
-    launch: GroupLaunch, pool: torch.Tensor, payload: torch.Tensor, verdict: torch.Tensor, shape: TileShape = SHAPE
+    launch: GroupLaunch,
+    pool: torch.Tensor,
+    payload: torch.Tensor,
+    verdict: torch.Tensor,
+    tile_rows: int = TILE_ROWS,
+    elements_per_warp: int = _ELEMENTS_PER_WARP,
 ) -> None:
     """Decode every segment of a group into its rows on the current stream, if the payload is intact.
 
@@ -130,13 +136,16 @@ def unpack_channels(
         pool: first key buffer, which the table's addresses count from.
         payload: the payload as int64 words, at a 16-byte boundary; on the device or in pinned host memory.
         verdict: as for `unpack_groups`: nothing is written unless the first two words are equal and the third is 0.
-        shape: how to cut the work.
+        tile_rows: rows of a tile.
+        elements_per_warp: of a tile.
     """
     (group,) = launch.groups
     device = verdict.device
     of_group = group_constants(group)
     block_dim = of_group["BLOCK_DIM"]
-    tile_rows = min(CHANNEL_BLOCK_ROWS, shape.elements // block_dim) if device.type == "cuda" else CHANNEL_BLOCK_ROWS
+    if device.type != "cuda":
+        tile_rows = CHANNEL_BLOCK_ROWS
+    shape = TileShape(tile_rows * block_dim, max(1, tile_rows * block_dim // elements_per_warp))
     programs = group.segments * triton.cdiv(group.rows, tile_rows) * group.heads
     if not programs:
         return
