@@ -40,15 +40,15 @@ _COLUMNS = tl.constexpr(TABLE_COLUMNS)
 _ROWS_AT_ONCE = 16
 """Rows of an irregular block that are read at a time: one for each lane that shares a channel."""
 SHAPES = {
-    Precision.INT3_CHANNEL: TileShape(CHANNEL_BLOCK_ROWS * 64, 2, 128),
+    Precision.INT3_CHANNEL: TileShape(CHANNEL_BLOCK_ROWS * 64, 2, 136),
     Precision.INT4_CHANNEL: TileShape(CHANNEL_BLOCK_ROWS * 32, 1, 128),
     Precision.INT5_CHANNEL: TileShape(CHANNEL_BLOCK_ROWS * 64, 2, 128),
     Precision.INT6_CHANNEL: TileShape(CHANNEL_BLOCK_ROWS * 32, 1, 128),
     Precision.INT8_CHANNEL: TileShape(CHANNEL_BLOCK_ROWS * 32, 1, 128),
 }
 """Channels of a block that a program takes, times its rows: whole words of the narrowest plane, and a warp for each 32,
-so that it has one channel for each thread. 128 registers are what the kernels need; sixteen warps of a multiprocessor
-hold them. Pools of four bytes an element take twice the warps and what registers they like."""
+so that it has one channel for each thread. With 128 registers a multiprocessor holds sixteen warps; INT3 would spill a
+few. Pools of four bytes an element take twice the warps and what registers they like."""
 
 
 @triton.jit
