@@ -22,8 +22,8 @@ GROUPS_PER_LAUNCH = 4
 """Groups that one launch takes at most."""
 
 PLANE_DIMS = (64, 128, 256)
-"""Head dimensions that kernels of `KernelFamily.PLANES` and for codes in two planes take: every plane of a head fills
-whole words, and a head is one block of the Hadamard transform."""
+"""Head dimensions that kernels of `KernelFamily.PLANES` and `LANES` and for codes in two planes take: every plane of a
+head fills whole words, and a head is one block of the Hadamard transform."""
 
 TRANSFORMS_WITH_KERNELS = frozenset((Transform.IDENTITY, Transform.HADAMARD))
 """Transforms that there are kernels for; payloads with others go the way of torch."""
@@ -45,6 +45,9 @@ class KernelFamily(enum.IntEnum):
     """Whole bytes or nibbles with parameters by row, several precisions a launch: `triton_pack`, `triton_unpack`."""
     CHANNELS = 1
     """Parameters by channel of the full range of a block: `triton_pack_channels`, `triton_unpack_channels`."""
+    LANES = 3
+    """Rows behind the Hadamard transform, and codes by row that are neither nibbles nor bytes, several precisions a
+    launch: `triton_pack_lanes`, `triton_unpack_lanes`."""
     PLANES = 2
     """Everything else: `triton_pack_planes`, `triton_unpack_planes`."""
 
@@ -56,6 +59,8 @@ def family_of(precision: Precision, transform: Transform) -> KernelFamily:
             return KernelFamily.HEADS
         if precision in _BY_CHANNEL_OF_FULL_RANGE:
             return KernelFamily.CHANNELS
+    if not precision.by_channel:
+        return KernelFamily.LANES
     return KernelFamily.PLANES
 
 
@@ -67,7 +72,7 @@ def unfit_cell(precision: Precision, transform: Transform, dim: int) -> str | No
         return transform.name
     family = family_of(precision, transform)
     two_planes = family is KernelFamily.CHANNELS and precision not in _OF_ONE_PLANE
-    if (family is KernelFamily.PLANES or two_planes) and dim not in PLANE_DIMS:
+    if (family in (KernelFamily.PLANES, KernelFamily.LANES) or two_planes) and dim not in PLANE_DIMS:
         behind = "" if transform is Transform.IDENTITY else f" behind {transform.name}"
         return f"{precision.name}{behind} with a head dimension of {dim} (expected {', '.join(map(str, PLANE_DIMS))})"
     return None

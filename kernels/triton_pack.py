@@ -17,6 +17,7 @@ from spectrumkv_sglang.kernels.segment_group import TABLE_COLUMNS, GroupLaunch, 
 from spectrumkv_sglang.kernels.triton_encode import encode_8_bits
 from spectrumkv_sglang.kernels.triton_encode_int4 import encode_int4
 from spectrumkv_sglang.kernels.triton_pack_channels import pack_channels
+from spectrumkv_sglang.kernels.triton_pack_lanes import pack_lanes
 from spectrumkv_sglang.kernels.triton_pack_planes import pack_planes
 from spectrumkv_sglang.kernels.triton_padding import pad_segment
 from spectrumkv_sglang.kernels.triton_running_sum import add_words
@@ -223,6 +224,9 @@ def pack_groups(
     """
     device = block_sums.device
     family = launch.groups[0].family
+    if family is KernelFamily.LANES:
+        pack_lanes(launch, pool, payload, block_sums, checksum)
+        return
     if family is not KernelFamily.HEADS:
         pack = pack_channels if family is KernelFamily.CHANNELS else pack_planes
         for one in launch.apart():

@@ -89,6 +89,26 @@ def add_words(sums_ptr, words, offsets, valids, first, SPAN: tl.constexpr, WARPS
 
 
 @triton.jit
+def sum_within_block(words, offsets, valids, first):
+    """Scrambled words of one checksum block, those of a thread added up: int64 [a, b], for `add_sums`.
+
+    Args:
+        words, offsets, valids, first: as for `add_words`.
+    """
+    key = ((first & (BLOCK_WORDS - 1)) + 1) * STEP
+    sums = tl.zeros_like(words[0])
+    for i in tl.static_range(len(words)):
+        sums += tl.where(valids[i], scramble(words[i] + (key + offsets[i].to(tl.int64) * STEP)), 0)
+    return sums
+
+
+@triton.jit
+def add_sums(sums_ptr, sums, first, WARPS: tl.constexpr):
+    """Add sums of scrambled words, int64 [a, b], to that of the block of word ``first``."""
+    tl.atomic_add(sums_ptr + (first >> BLOCK_BITS), _total(sums, WARPS), sem="relaxed")
+
+
+@triton.jit
 def add_distant_words(sums_ptr, words, offsets, valid, first, span, WARPS: tl.constexpr):
     """`add_words` of words that may lie further apart than a block is long.
 

@@ -18,6 +18,7 @@ from spectrumkv_sglang.kernels.precision import Precision
 from spectrumkv_sglang.kernels.quantisers.code_planes import plane_widths
 from spectrumkv_sglang.kernels.segment_group import GROUPS_PER_LAUNCH, SegmentGroup, TileShape
 from spectrumkv_sglang.kernels.transforms.base import Transform
+from spectrumkv_sglang.kernels.triton_runs import ELEMENTS_PER_LANE
 
 GROUP_SCALARS = tuple(
     f"{what}_{group}" for what in ("pairs", "segments", "first_row") for group in range(GROUPS_PER_LAUNCH)
@@ -98,6 +99,16 @@ def plane_constants(group: SegmentGroup) -> dict[str, Any]:
         "HIGH": high,
         "BY_CHANNEL": group.precision.by_channel,
         "HADAMARD": group.transform is Transform.HADAMARD,
+    }
+
+
+def lane_constants(groups: tuple[SegmentGroup, ...], device: torch.device, shape: TileShape) -> dict[str, Any]:
+    """What kernels of `KernelFamily.LANES` are compiled for beside the rest: how groups travel, and the turns that a
+    warp takes at a tile. Interpreted, turns are halves of the usual tile."""
+    return {
+        "BITS": tuple(group.precision.bits for group in groups),
+        "HADAMARD": tuple(group.transform is Transform.HADAMARD for group in groups),
+        "TURNS": shape.elements // (32 * ELEMENTS_PER_LANE) if device.type == "cuda" else 2,
     }
 
 

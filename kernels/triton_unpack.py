@@ -20,6 +20,7 @@ from spectrumkv_sglang.kernels.triton_arithmetic import from_float32
 from spectrumkv_sglang.kernels.triton_pool import pool_elements, writable_rows
 from spectrumkv_sglang.kernels.triton_tiles import GROUP_SCALARS, has_capability, launch_groups
 from spectrumkv_sglang.kernels.triton_unpack_channels import unpack_channels
+from spectrumkv_sglang.kernels.triton_unpack_lanes import unpack_lanes
 from spectrumkv_sglang.kernels.triton_unpack_planes import unpack_planes
 
 SHAPES = {
@@ -209,6 +210,9 @@ def unpack_groups(
     """
     device = verdict.device
     family = launch.groups[0].family
+    if family is KernelFamily.LANES:
+        unpack_lanes(launch, pool, payload, verdict)
+        return
     if family is not KernelFamily.HEADS:
         unpack = unpack_channels if family is KernelFamily.CHANNELS else unpack_planes
         for one in launch.apart():
