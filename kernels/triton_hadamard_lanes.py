@@ -7,12 +7,12 @@ threads, so that nothing is moved between them. Their matrix of 16 is one regist
 signs of that register. Without tensor cores, or for float32 elements, butterflies are sums and differences.
 
 The instruction takes it that thread t of a warp holds lane ``t % lanes`` of a head, as Triton lays out tensors
-[pairs, lanes] behind a load of 16 bytes of each lane; `tests/kernels/test_lane_layout.py` holds it to that.
+[pairs, lanes] behind a load of 16 bytes of each lane: that must be looked up in what is compiled (ttgir), as nothing checks it yet.
 """
 
 # Triton reads the annotations of kernels, so only what it knows can stand there; its tuples grow by concatenation only.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, misc"
-# ruff: noqa: RUF005
+# ruff: noqa: RUF005, SIM108, SIM109
 
 from __future__ import annotations
 

@@ -1,14 +1,13 @@
 """Dequantise codes by row with each of a lane's elements in a register, undo the Hadamard transform, and scatter rows.
 
 The counterpart of `triton_pack_lanes`. The torch references are the quantisers' `dequantise` methods and
-`HadamardTransform.inverse`; results are equal bit for bit without a transform. With one, codes are transformed, which is
-exact, and scaled afterwards. A lane holds every so many runs of eight elements (`triton_lanes.STRIDED`), so that lanes
+`HadamardTransform.inverse`; results are equal bit for bit without a transform. With one, codes are transformed, which
+is exact, and scaled afterwards. A lane holds every so many runs of eight elements (`triton_lanes.STRIDED`), so that lanes
 which are neighbours write neighbouring 16 bytes.
 """
 
 # Triton reads the annotations of kernels, so only what it knows can stand there; its tuples grow by concatenation only.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, misc"
-# ruff: noqa: RUF005
 
 from __future__ import annotations
 

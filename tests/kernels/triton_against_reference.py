@@ -32,10 +32,11 @@ from spectrumkv_sglang.payload.geometry import KVGeometry
 from spectrumkv_sglang.payload.layout import plan_layout
 
 # Those whose codes are in several planes have a file of their own.
+_IN_PLANES = (KernelFamily.PLANES, KernelFamily.LANES)
 PRECISIONS = [
     p
     for p in Precision
-    if family_of(p, Transform.IDENTITY) is not KernelFamily.PLANES and unfit_cell(p, Transform.IDENTITY, 16) is None
+    if family_of(p, Transform.IDENTITY) not in _IN_PLANES and unfit_cell(p, Transform.IDENTITY, 16) is None
 ]
 every_precision = pytest.mark.parametrize("precision", PRECISIONS, ids=lambda p: p.name)
 

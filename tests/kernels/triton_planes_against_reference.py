@@ -36,8 +36,12 @@ from spectrumkv_sglang.payload.geometry import KVGeometry
 from spectrumkv_sglang.payload.layout import Segment, plan_layout
 from spectrumkv_sglang.payload.precision_table import PrecisionTable
 
+<<<<<<< HEAD
 IN_PLANES = [p for p in Precision if unfit_cell(p, Transform.IDENTITY, 16) is not None]
 BY_CHANNEL = [p for p in Precision if p.by_channel]
+=======
+IN_PLANES = [p for p in Precision if family_of(p, Transform.IDENTITY) in (KernelFamily.PLANES, KernelFamily.LANES)]
+>>>>>>> e8343f4 (Cases of the lanes' precisions stay among those in planes; the mma's layout is said to be unchecked)
 QUANTISED = [p for p in Precision if p is not Precision.NATIVE]
 every_precision_in_planes = pytest.mark.parametrize("precision", IN_PLANES, ids=lambda p: p.name)
 every_quantised = pytest.mark.parametrize("precision", QUANTISED, ids=lambda p: p.name)
