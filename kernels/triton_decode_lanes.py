@@ -6,7 +6,7 @@ numbers, which tensor cores transform and which subtract exactly.
 
 # Triton reads the annotations of kernels, so only what it knows can stand there; its tuples grow by concatenation only.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, misc"
-# ruff: noqa: RUF005, SIM108, SIM109
+# ruff: noqa: RUF005, SIM109
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ The instruction takes it that thread t of a warp holds lane ``t % lanes`` of a h
 
 # Triton reads the annotations of kernels, so only what it knows can stand there; its tuples grow by concatenation only.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, misc"
-# ruff: noqa: RUF005, SIM108, SIM109
+# ruff: noqa: RUF005, SIM108
 
 from __future__ import annotations
 
