@@ -31,11 +31,6 @@ _BY_HEADS = frozenset((Precision.NATIVE, Precision.INT8, Precision.FP8_E4M3, Pre
 _BY_CHANNEL_OF_FULL_RANGE = frozenset(p for p in Precision if p.by_channel and p.bits > 2)
 _OF_ONE_PLANE = frozenset((Precision.INT4_CHANNEL, Precision.INT8_CHANNEL))
 """Codes by channel that fill whole words of any head that kernels take."""
-INTERPRETED_ONLY: frozenset[Precision] = frozenset()
-"""Precisions whose kernels have been checked in Triton's interpreter but have not run compiled: payloads with one are
-packed and unpacked by torch unless a caller asks for the kernels."""
-TRANSFORMS_INTERPRETED_ONLY: frozenset[Transform] = frozenset()
-"""The same of transforms."""
 
 
 class KernelFamily(enum.IntEnum):
@@ -76,14 +71,6 @@ def unfit_cell(precision: Precision, transform: Transform, dim: int) -> str | No
         behind = "" if transform is Transform.IDENTITY else f" behind {transform.name}"
         return f"{precision.name}{behind} with a head dimension of {dim} (expected {', '.join(map(str, PLANE_DIMS))})"
     return None
-
-
-def unproven_cell(precision: Precision, transform: Transform) -> str | None:
-    """What has kernels that have not run on a GPU, of cells of a precision and a transform, or None."""
-    if precision in INTERPRETED_ONLY:
-        return precision.name
-    proven = precision is Precision.NATIVE or transform not in TRANSFORMS_INTERPRETED_ONLY
-    return None if proven else transform.name
 
 
 class SegmentGroup(NamedTuple):

@@ -155,9 +155,9 @@ def decode_lanes(
     if HADAMARD and PACKED:
         x = half_transformed_codes(registers)
         scale *= DIM**-0.5
-        # The transform of a constant is as many times the constant, then zeros.
-        first_of_quad = tl.broadcast_to((lane & 3) == 0, (PAIRS, LANES))
-        offset = tl.where(first_of_quad, OFFSET * (32.0 if LANES == 2 else 64.0), 0.0)
+        # The transform of a constant is as many times the constant, then zeros; one butterfly is still to come.
+        first_of_head = tl.broadcast_to(lane == 0, (PAIRS, LANES))
+        offset = tl.where(first_of_head, OFFSET * (DIM // 2), 0.0)
         for i in tl.static_range(16):
             above, below = x[2 * i], x[2 * i + 1]
             if i == 0 and OFFSET != 0.0:

@@ -7,7 +7,8 @@ threads, so that nothing is moved between them. Their matrix of 16 is one regist
 signs of that register. Without tensor cores, or for float32 elements, butterflies are sums and differences.
 
 The instruction takes it that thread t of a warp holds lane ``t % lanes`` of a head, as Triton lays out tensors
-[pairs, lanes] behind a load of 16 bytes of each lane: that must be looked up in what is compiled (ttgir), as nothing checks it yet.
+[pairs, lanes] behind a load of 16 bytes of each lane. Nothing in the language says so: `payload.kernel_check` looks at
+the results before a server uses them.
 """
 
 # Triton reads the annotations of kernels, so only what it knows can stand there; its tuples grow by concatenation only.

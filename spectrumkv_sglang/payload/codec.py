@@ -18,7 +18,8 @@ from spectrumkv_sglang.payload.device_codec import UnpackOutcome
 from spectrumkv_sglang.payload.errors import PayloadError
 from spectrumkv_sglang.payload.exchange import Pending
 from spectrumkv_sglang.payload.geometry import KVGeometry
-from spectrumkv_sglang.payload.kernel_fitness import kernel_fitness
+from spectrumkv_sglang.payload.kernel_check import disagreement
+from spectrumkv_sglang.payload.kernel_fitness import cells_without_kernels
 from spectrumkv_sglang.payload.key_rotation import RotatedRows
 from spectrumkv_sglang.payload.kv_buffers import KVBuffers
 from spectrumkv_sglang.payload.layout import ARRAY_ALIGNMENT, PayloadLayout, plan_layout
@@ -309,13 +310,23 @@ def _check_memory(payload: torch.Tensor, buffers: KVBuffers) -> None:
 
 
 def why_not_kernels(buffers: KVBuffers, table: PrecisionTable) -> str | None:
-    """Why payloads of ``table`` go the way of torch on a GPU, or None if they do not."""
+    """Why payloads of ``table`` go the way of torch on a GPU, or None if they do not.
+
+    The first call of a process for a table on a GPU runs its kernels on a few rows.
+    """
+    if (why_not := _kernels_refuse(buffers, table)) is not None or buffers.device.type != "cuda":
+        return why_not
+    k, v = buffers.k[0], buffers.v[0]
+    geometry = KVGeometry(len(buffers.k), k.shape[1], k.shape[2], v.shape[2], 1, str(k.dtype).removeprefix("torch."))
+    differs = disagreement(table, geometry, buffers.device, pack_payload, unpack_payload)
+    return None if differs is None else f"the kernels do not compute what torch does, please report it: {differs}"
+
+
+def _kernels_refuse(buffers: KVBuffers, table: PrecisionTable) -> str | None:
     if buffers.unfit_for_kernels is not None:
         return f"the kernels take {buffers.unfit_for_kernels}"
-    without, unproven = kernel_fitness(table, buffers.k[0].shape[2], buffers.v[0].shape[2])
-    if without:
-        return f"there are no kernels for {without}"
-    return f"the kernels of {unproven} have not been run on a GPU yet" if unproven else None
+    without = cells_without_kernels(table, buffers.k[0].shape[2], buffers.v[0].shape[2])
+    return f"there are no kernels for {without}" if without else None
 
 
 def _backend_for(buffers: KVBuffers, table: PrecisionTable, backend: Backend | None) -> Backend:
@@ -325,8 +336,6 @@ def _backend_for(buffers: KVBuffers, table: PrecisionTable, backend: Backend | N
         raise PayloadError(f'payload backend: expected "torch" or "triton", got {backend!r}')
     if backend is None:
         return "torch" if why_not_kernels(buffers, table) else "triton"
-    if buffers.unfit_for_kernels is not None:
-        raise PayloadError(f"payload backend: Triton kernels take {buffers.unfit_for_kernels}; use the torch backend")
-    if kernel_fitness(table, buffers.k[0].shape[2], buffers.v[0].shape[2]).without:
-        raise PayloadError(f"payload backend: {why_not_kernels(buffers, table)}; use the torch backend")
+    if (why_not := _kernels_refuse(buffers, table)) is not None:
+        raise PayloadError(f"payload backend: {why_not}; use the torch backend")
     return "triton"

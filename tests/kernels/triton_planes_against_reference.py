@@ -10,6 +10,7 @@ the edge between two may be its neighbour, a parameter the next float16, and a d
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,15 +34,12 @@ from spectrumkv_sglang.payload.codec import (
 )
 from spectrumkv_sglang.payload.errors import PayloadError
 from spectrumkv_sglang.payload.geometry import KVGeometry
+from spectrumkv_sglang.payload.kernel_check import disagreement
 from spectrumkv_sglang.payload.layout import Segment, plan_layout
 from spectrumkv_sglang.payload.precision_table import PrecisionTable
 
-<<<<<<< HEAD
 IN_PLANES = [p for p in Precision if unfit_cell(p, Transform.IDENTITY, 16) is not None]
 BY_CHANNEL = [p for p in Precision if p.by_channel]
-=======
-IN_PLANES = [p for p in Precision if family_of(p, Transform.IDENTITY) in (KernelFamily.PLANES, KernelFamily.LANES)]
->>>>>>> e8343f4 (Cases of the lanes' precisions stay among those in planes; the mma's layout is said to be unchecked)
 QUANTISED = [p for p in Precision if p is not Precision.NATIVE]
 every_precision_in_planes = pytest.mark.parametrize("precision", IN_PLANES, ids=lambda p: p.name)
 every_quantised = pytest.mark.parametrize("precision", QUANTISED, ids=lambda p: p.name)
@@ -266,9 +264,7 @@ HADAMARD_VALUES = (Transform.IDENTITY, Transform.HADAMARD)
     [
         (table_of(Precision.INT8, Precision.INT4), 64, None),
         (table_of(Precision.INT8, Precision.NATIVE, transforms=HADAMARD_VALUES), 64, None),
-        (table_of(Precision.INT5_CHANNEL, Precision.INT3), 64, "the kernels of INT5_CHANNEL, INT3 have not been run"),
-        (table_of(Precision.INT8, Precision.INT4, transforms=HADAMARD_VALUES), 64, "the kernels of HADAMARD have not"),
-        (table_of(Precision.INT4_CHANNEL, Precision.INT8), 80, "the kernels of INT4_CHANNEL have not been run"),
+        (table_of(Precision.INT5_CHANNEL, Precision.INT3, transforms=HADAMARD_VALUES), 64, None),
         (table_of(Precision.INT8, Precision.INT3), 80, "there are no kernels for INT3 with a head dimension of 80"),
         (
             table_of(Precision.INT8, Precision.INT4, transforms=HADAMARD_VALUES),
@@ -281,14 +277,36 @@ HADAMARD_VALUES = (Transform.IDENTITY, Transform.HADAMARD)
             "there are no kernels for DEROPE",
         ),
     ],
-    ids=["proven", "native-untransformed", "planes", "hadamard", "channels", "dim", "hadamard-dim", "derope"],
+    ids=["heads", "native-untransformed", "balanced", "dim", "hadamard-dim", "derope"],
 )
-def test_a_gpu_keeps_to_torch_where_no_kernel_has_proved_itself(
-    table: PrecisionTable, dim: int, reason: str | None
-) -> None:
+def test_a_gpu_keeps_to_torch_where_there_are_no_kernels(table: PrecisionTable, dim: int, reason: str | None) -> None:
     buffers = KVBuffers([torch.zeros(4, 1, dim)], [torch.zeros(4, 1, dim)])
     why_not = why_not_kernels(buffers, table)
     assert why_not is None if reason is None else why_not is not None and why_not.startswith(reason)
+
+
+def test_kernels_are_held_against_the_reference_before_they_are_used() -> None:
+    table = table_of(Precision.INT5_CHANNEL, Precision.INT3, transforms=HADAMARD_VALUES)
+    geometry = KVGeometry(1, 1, 64, 64, 1, "float16")
+    device = torch.device(DEVICE)
+    assert disagreement(table, geometry, device, pack_payload, unpack_payload) is None
+
+    def places_swapped(*arguments: Any) -> None:
+        unpack_payload(*arguments)
+        if arguments[-1] == "triton":
+            values = arguments[1].v[0]
+            values.copy_(values.roll(1, -1))
+
+    found = disagreement(table, geometry, device, pack_payload, places_swapped)
+    assert found is not None and found.startswith("unpacked elements are off by")
+
+    def another_scale(*arguments: Any) -> None:
+        pack_payload(*arguments)
+        if arguments[-1] == "triton":
+            arguments[4][arguments[3].segments[0].params_offset :].zero_()
+
+    found = disagreement(table, geometry, device, another_scale, unpack_payload)
+    assert found is not None and found.startswith("what was packed differs by")
 
 
 def test_tables_that_the_kernels_cannot_take_are_refused() -> None:
