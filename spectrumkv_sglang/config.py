@@ -2,7 +2,7 @@
 
 The file is named by ``--spectrumkv-config`` or ``SPECTRUMKV_CONFIG``. It holds the fields of ``SpectrumKVConfig`` at
 its top level, or, as launch configs do, under ``spectrumkv:``. A variable ``SPECTRUMKV_<FIELD>`` beats the file,
-except for ``probe``, which only a file can hold.
+except for ``probe``, which only a file can hold; the fields of ``controller:`` are ``SPECTRUMKV_CONTROLLER_<FIELD>``.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from spectrumkv_sglang.payload.layout import bytes_per_row
 from spectrumkv_sglang.profiles.errors import ProfileError
 from spectrumkv_sglang.profiles.profile import Profile, load_profile
 from spectrumkv_sglang.profiles.tier import Tier, require_high
+from spectrumkv_sglang.tuning.settings import ControllerSettings
 from spectrumkv_sglang.verification.enforcement import TierDecision, decide_tiers
 from spectrumkv_sglang.verification.fingerprint import ModelFingerprint
 from spectrumkv_sglang.verification.record import ProbedPolicy, ProbeRecord, profile_digest
@@ -60,6 +61,8 @@ __all__ = [
 
 ENV_PREFIX = "SPECTRUMKV_"
 PROBE_FIELD = "probe"
+CONTROLLER_FIELD = "controller"
+_CONTROLLER_PREFIX = f"{ENV_PREFIX}{CONTROLLER_FIELD.upper()}_"
 _NOT_FIELDS = (CONFIG_PATH_VARIABLE, "SPECTRUMKV_ACTIVE", "SPECTRUMKV_LOOPBACK")
 _TEST_PREFIX = "SPECTRUMKV_TEST_"
 
@@ -170,6 +173,9 @@ class SpectrumKVConfig(BaseSettings):
     probe_min_top1: float = Field(
         default=0.9, ge=0, le=1, description="limit of a probe on text: share of equal most likely tokens"
     )
+    controller: ControllerSettings = Field(
+        default=ControllerSettings(), description="how profile and budget are chosen for each request; a section"
+    )
     probe: ProbeRecord | None = Field(
         default=None, description="record of `spectrumkv probe`, which writes it; not for editing"
     )
@@ -272,9 +278,16 @@ class SpectrumKVConfig(BaseSettings):
 
         The budget stays, even below what ``tiers`` reach: then chunks are sent at the smallest size they do reach.
         """
-        # A copy, which is not validated again; properties that were computed from other tiers must not come along.
+        return self._changed(allowed_tiers=tiers)
+
+    def with_policy(self, profile: str, budget: float) -> SpectrumKVConfig:
+        """This configuration with another profile and budget; the budget may be below what the profile reaches."""
+        return self._changed(profile=profile, budget=budget)
+
+    def _changed(self, **changes: Any) -> SpectrumKVConfig:
+        # A copy, which is not validated again; properties that were computed from other fields must not come along.
         fields = {name: getattr(self, name) for name in type(self).model_fields}
-        return type(self).model_construct(self.model_fields_set, **{**fields, "allowed_tiers": tiers})
+        return type(self).model_construct(self.model_fields_set, **{**fields, **changes})
 
     def probed_policy(self) -> ProbedPolicy:
         """The settings that decide what is lost, as a probe records them."""
@@ -316,10 +329,15 @@ def load_config(
     from_file = read_config_file(path, SpectrumKVConfig.model_fields) if path is not None else {}
     from_environ = _read_environ(environ)
     from_options = {field: value for field, (_, value) in options.items()}
+    controller = _read_controller_environ(environ)
+    section = from_file.get(CONTROLLER_FIELD)
+    if controller and (section is None or isinstance(section, dict)):
+        from_file = {**from_file, CONTROLLER_FIELD: {**(section or {}), **controller}}
     try:
         return SpectrumKVConfig(**{**from_file, **from_environ, **from_options})
     except ValidationError as error:
         sources = {field: f"{ENV_PREFIX}{field.upper()}" for field in sorted(from_environ)}
+        sources |= {f"{CONTROLLER_FIELD}.{field}": f"{_CONTROLLER_PREFIX}{field.upper()}" for field in controller}
         sources |= {field: option for field, (option, _) in options.items()}
         problems = [_describe(problem, sources, path) for problem in error.errors()]
         raise ConfigError("SpectrumKV configuration: " + "; ".join(problems)) from error
@@ -342,7 +360,9 @@ def _path_from(environ: Mapping[str, str]) -> Path | None:
 
 
 def _read_environ(environ: Mapping[str, str]) -> dict[str, Any]:
-    fields = {f"{ENV_PREFIX}{name.upper()}" for name in SpectrumKVConfig.model_fields if name != PROBE_FIELD}
+    sections = (PROBE_FIELD, CONTROLLER_FIELD)
+    fields = {f"{ENV_PREFIX}{name.upper()}" for name in SpectrumKVConfig.model_fields if name not in sections}
+    of_controller = {f"{_CONTROLLER_PREFIX}{name.upper()}" for name in ControllerSettings.model_fields}
     probe_variable = f"{ENV_PREFIX}{PROBE_FIELD.upper()}"
     if probe_variable in environ:
         raise ConfigError(
@@ -350,14 +370,20 @@ def _read_environ(environ: Mapping[str, str]) -> dict[str, Any]:
             f"name the file that `spectrumkv probe` wrote with --spectrumkv-config or {CONFIG_PATH_VARIABLE}"
         )
     for variable in environ:
-        known = variable in fields or variable in _NOT_FIELDS or variable.startswith(_TEST_PREFIX)
+        known = variable in (fields | of_controller) or variable in _NOT_FIELDS or variable.startswith(_TEST_PREFIX)
         if variable.startswith(ENV_PREFIX) and not known:
-            raise ConfigError(
-                f"environment variable {variable} is no SpectrumKV setting{suggestion(variable, fields)}: unset it"
-            )
+            meant = suggestion(variable, fields | of_controller)
+            raise ConfigError(f"environment variable {variable} is no SpectrumKV setting{meant}: unset it")
     ours = {variable: environ[variable] for variable in environ if variable in fields}
     clearable = {f"{ENV_PREFIX}CONTROL_HOST", f"{ENV_PREFIX}TRANSFER_LOG"}
     return _UndecodedEnvironment({name: value for name, value in ours.items() if value.strip() or name in clearable})()
+
+
+def _read_controller_environ(environ: Mapping[str, str]) -> dict[str, str]:
+    """Fields of ``controller:`` that the environment states, as the strings they are; an empty one clears a limit."""
+    named = {name: environ.get(f"{_CONTROLLER_PREFIX}{name.upper()}") for name in ControllerSettings.model_fields}
+    clearable = ("safe", "safe_kl", "ttft_target_s", "max_kl")
+    return {name: text for name, text in named.items() if text is not None and (text.strip() or name in clearable)}
 
 
 def _describe(problem: Any, given: Mapping[str, str], path: Path | None) -> str:
@@ -370,10 +396,23 @@ def _describe(problem: Any, given: Mapping[str, str], path: Path | None) -> str:
     if field == PROBE_FIELD:
         place = ".".join(str(part) for part in problem["loc"])
         return f"{path}: {place}: {message} ({_shown(problem['input'])}): run `spectrumkv probe` again, it writes this"
+    if field == CONTROLLER_FIELD:
+        return _describe_in_controller(problem["loc"][1:], problem["input"], message, given, path)
     source = given.get(field, f"{path}: {field}")
     source = f"environment variable {source}" if source.startswith(ENV_PREFIX) else source
     about = SpectrumKVConfig.model_fields[field].description
     return f"{source} = {problem['input']!r}: {message} ({field}: {about}{_allowed_range(field)})"
+
+
+def _describe_in_controller(
+    place: tuple[Any, ...], value: Any, message: str, given: Mapping[str, str], path: Path | None
+) -> str:
+    name, fields = str(place[0]) if place else "", ControllerSettings.model_fields
+    where = ".".join(str(part) for part in (CONTROLLER_FIELD, *place))
+    variables = [text for field, text in given.items() if field.startswith(f"{CONTROLLER_FIELD}.{name}")]
+    source = f"environment variable {', '.join(variables)}" if variables else f"{path}: {where}"
+    about = f"{name}: {fields[name].description}" if name in fields else f"the section holds {', '.join(fields)}"
+    return f"{source} = {value!r}: {message} ({about})"
 
 
 def _shown(value: Any) -> str:

@@ -46,10 +46,20 @@ def read_config_file(path: Path, fields: Collection[str]) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise ConfigError(f"SpectrumKV configuration {where}: expected fields and values, got {document!r}")
     _refuse_unknown(document, fields, where, ())
-    profile = document.get("profile")
-    if isinstance(profile, str) and is_profile_path(profile):
-        document = {**document, "profile": str(path.parent / profile)}
+    document = _beside(path, document)
+    controller = document.get("controller")
+    if isinstance(controller, dict) and isinstance(controller.get("candidates"), list):
+        found = [_beside(path, item) if isinstance(item, dict) else item for item in controller["candidates"]]
+        document = {**document, "controller": {**controller, "candidates": found}}
     return document
+
+
+def _beside(path: Path, section: dict[str, Any]) -> dict[str, Any]:
+    """``section`` of the file ``path``, a profile's path in it made relative to the file."""
+    profile = section.get("profile")
+    if isinstance(profile, str) and is_profile_path(profile):
+        return {**section, "profile": str(path.parent / profile)}
+    return section
 
 
 def _refuse_unknown(

@@ -59,6 +59,7 @@ def register() -> None:
     HookRegistry.register(compat.KV_CLASS_HOOK, _kv_class, HookType.AROUND)
     HookRegistry.register(compat.REGISTRATION_HOOK, _read_registration, HookType.AROUND)
     HookRegistry.register(compat.PREFILL_QUEUE_HOOK, _attach_prefill, HookType.AROUND)
+    HookRegistry.register(compat.REQUEST_HOOK, _expect_request, HookType.AROUND)
     HookRegistry.register(compat.DECODE_QUEUE_HOOK, _attach_decode, HookType.AROUND)
     HookRegistry.register(compat.ATTENTION_HOOK, _attention, HookType.AROUND)
 
@@ -207,6 +208,17 @@ def _attach_prefill(original: Any, queue: Any, *args: Any, **kwargs: Any) -> Any
             on_error=kv_manager.observation_failed,
         )
     return kv_manager
+
+
+def _expect_request(original: Any, queue: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+    """Before the sender exists: nothing of the room can be sent without its request's limits."""
+    from spectrumkv_sglang.tuning.request_limits import CUSTOM_PARAMETER
+
+    expect = getattr(queue.kv_manager, "expect_request", None)
+    room = compat.request_room(req)
+    if expect is not None and room is not None:
+        expect(room, compat.request_parameters(req, CUSTOM_PARAMETER))
+    return original(queue, req, *args, **kwargs)
 
 
 def _attach_decode(original: Any, queue: Any, *args: Any, **kwargs: Any) -> Any:

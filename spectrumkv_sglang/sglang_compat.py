@@ -31,6 +31,7 @@ CLI_HOOK = "sglang.srt.server_args.ServerArgs.add_cli_args"
 KV_CLASS_HOOK = "sglang.srt.disaggregation.utils.get_kv_class"
 REGISTRATION_HOOK = "sglang.srt.disaggregation.mooncake.conn.KVArgsRegisterInfo.from_zmq"
 PREFILL_QUEUE_HOOK = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue._init_kv_manager"
+REQUEST_HOOK = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.create_sender"
 DECODE_QUEUE_HOOK = "sglang.srt.disaggregation.decode.DecodePreallocQueue._init_kv_manager"
 ATTENTION_HOOK = "sglang.srt.layers.attention.base_attn_backend.AttentionBackend.forward"
 RUN_BATCH_HOOK = "sglang.srt.managers.scheduler.Scheduler.run_batch"
@@ -56,6 +57,7 @@ _REQUIRED: tuple[tuple[str, tuple[str, ...], str], ...] = (
     (KV_CLASS_HOOK, ("transfer_backend", "class_type"), "return this backend's manager, sender and receiver"),
     (REGISTRATION_HOOK, ("msg",), "read decode's handshake on prefill"),
     (PREFILL_QUEUE_HOOK, (), "learn prefill's KV pool"),
+    (REQUEST_HOOK, ("req",), "know what a request asks of the controller"),
     (DECODE_QUEUE_HOOK, (), "learn decode's KV pool"),
     (ATTENTION_HOOK, ("q", "layer", "forward_batch"), "observe which tokens are attended to"),
     (
@@ -67,6 +69,7 @@ _REQUIRED: tuple[tuple[str, tuple[str, ...], str], ...] = (
     (f"{_CONN}.MooncakeKVManager.transfer_worker", ("queue",), "know which room a chunk belongs to"),
     (f"{_CONN}.MooncakeKVManager.check_status", ("bootstrap_room",), "stop when a room is aborted"),
     (f"{_CONN}.MooncakeKVManager.record_failure", ("bootstrap_room", "failure_reason"), "tell why a room failed"),
+    (f"{_CONN}.MooncakeKVSender.clear", (), "forget what an ended request asked for"),
     (
         f"{_CONN}.MooncakeKVReceiver.send_metadata",
         ("kv_indices",),
@@ -201,6 +204,21 @@ def alias_to_mooncake(server_args: Any) -> str | None:
 
 def _mooncake_name(chosen: str) -> str:
     return "mooncake_tcp" if chosen == BACKEND_TCP else "mooncake"
+
+
+def request_room(req: Any) -> int | None:
+    """Bootstrap room of SGLang's Req."""
+    room = getattr(req, "bootstrap_room", None)
+    return None if room is None else int(room)
+
+
+def request_parameters(req: Any, name: str) -> Any:
+    """What a request carries as ``custom_params[name]`` of its sampling parameters; None: nothing.
+
+    SGLang passes the dictionary on as it came, nested values included, from both of its APIs.
+    """
+    parameters = getattr(getattr(req, "sampling_params", None), "custom_params", None)
+    return parameters.get(name) if isinstance(parameters, dict) else None
 
 
 def scheduler_overlaps(scheduler: Any) -> bool:

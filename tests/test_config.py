@@ -13,6 +13,7 @@ from spectrumkv_sglang.errors import SpectrumKVError
 from spectrumkv_sglang.importance.scorers import RandomScorer, WindowScorer
 from spectrumkv_sglang.launch_config import LaunchConfig
 from spectrumkv_sglang.profiles.tier import Tier
+from spectrumkv_sglang.tuning.settings import ControllerSettings
 from spectrumkv_sglang.verification.record import ProbeRecord
 
 
@@ -54,8 +55,10 @@ def test_defaults() -> None:
         "probe_max_kl": 0.03,
         "probe_max_dppl_pct": 5.0,
         "probe_min_top1": 0.9,
+        "controller": ControllerSettings().model_dump(),
         "probe": None,
     }
+    assert not config.controller.enabled
     assert config == SpectrumKVConfig()
     assert config.reachable_budget == pytest.approx(68 / 256)
     assert config.make_scorer() == WindowScorer(32, 32)
@@ -145,7 +148,7 @@ def test_every_field_by_environment(tmp_path: Path, field: str, text: str, value
 def test_the_environment_case_covers_every_field() -> None:
     marks = test_every_field_by_environment.pytestmark  # type: ignore[attr-defined]
     cases = next(mark for mark in marks if mark.name == "parametrize").args[1]
-    assert {case[0] for case in cases} == set(SpectrumKVConfig.model_fields) - {"probe"}
+    assert {case[0] for case in cases} == set(SpectrumKVConfig.model_fields) - {"controller", "probe"}
 
 
 def test_an_empty_variable_counts_as_not_set(tmp_path: Path) -> None:
@@ -266,6 +269,70 @@ def test_a_merged_mapping_may_be_overridden(tmp_path: Path) -> None:
 
 def test_what_stands_beside_the_section_is_what_a_launch_config_holds() -> None:
     assert {*LAUNCH_CONFIG_KEYS, "spectrumkv"} == set(LaunchConfig.model_fields)
+
+
+# ---- the controller's section ------------------------------------------------------------------------------------
+
+
+def test_every_field_of_the_controller_says_what_it_is() -> None:
+    for name, field in ControllerSettings.model_fields.items():
+        assert field.description, name
+
+
+def test_the_environment_beats_the_controllers_section_field_by_field(tmp_path: Path) -> None:
+    path = write(tmp_path, "controller: {enabled: true, max_kl: 0.01, ttft_target_s: 2, seed: 7}\n")
+    environ = {
+        "SPECTRUMKV_CONTROLLER_DRY_RUN": "true",
+        "SPECTRUMKV_CONTROLLER_MAX_KL": "",
+        "SPECTRUMKV_CONTROLLER_TTFT_TARGET_S": "0.5",
+        "SPECTRUMKV_CONTROLLER_CANDIDATES": '[{"profile": "int8", "budget": 0.6, "kl": 0.002}]',
+    }
+    found = load_config(path, environ=environ).controller
+    assert (found.enabled, found.dry_run, found.max_kl, found.ttft_target_s, found.seed) == (True, True, None, 0.5, 7)
+    assert [candidate.label for candidate in found.candidates] == ["int8@0.6"]
+
+
+def test_the_environment_alone_makes_a_controller() -> None:
+    assert load_config(environ={"SPECTRUMKV_CONTROLLER_ENABLED": "true"}).controller.enabled
+
+
+def test_a_candidates_profile_path_is_relative_to_the_file(tmp_path: Path) -> None:
+    write(tmp_path, "name: mine\ntiers:\n  high: {keys: int8, values: int8}\n", "mine.yaml")
+    path = write(tmp_path, "controller: {candidates: [{profile: ./mine.yaml, budget: 0.6, kl: 0.1}], safe: mine@0.6}\n")
+    assert load_config(path, environ={}).controller.candidates[0].label == "mine@0.6"
+
+
+REFUSED_SECTIONS = [
+    ("{enabeld: true}", ["controller.enabeld", "not permitted", "the section holds enabled"]),
+    ("{max_kl: -1}", ["controller.max_kl = -1", "greater than or equal to 0", "nats"]),
+    ("{ttft_target_s: 0}", ["controller.ttft_target_s = 0", "greater than 0", "seconds"]),
+    ("{ttft_target_s: .nan}", ["controller.ttft_target_s"]),
+    ("{explore: 0.9}", ["controller.explore = 0.9"]),
+    ("{seed: true}", ["controller.seed = True", "not true or false"]),
+    ("{candidates: []}", ["controller.candidates", "at least 1"]),
+    ("{candidates: [{profile: intt8, budget: 0.6, kl: 0}]}", ["candidates.0.profile", "unknown profile 'intt8'"]),
+    ("{candidates: [{profile: int8, budget: 0.6}]}", ["candidates.0.kl", "required"]),
+    ("{candidates: [{profile: int8, budget: 0.6, kl: 0}, {profile: int8, budget: 0.6, kl: 1}]}", ["int8@0.6 twice"]),
+    ("{safe: balanced}", ["safe is 'balanced'", "balanced@0.3"]),
+    ("true", ["controller = True", "not true or false"]),
+    ("3", ["controller = 3"]),
+]
+
+
+@pytest.mark.parametrize(("section", "parts"), REFUSED_SECTIONS, ids=[text for text, _ in REFUSED_SECTIONS])
+def test_a_controllers_section_is_refused_by_place(tmp_path: Path, section: str, parts: list[str]) -> None:
+    path = write(tmp_path, f"controller: {section}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, environ={})
+    for part in [str(path), *parts]:
+        assert part in str(caught.value)
+
+
+def test_a_controllers_variable_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="environment variable SPECTRUMKV_CONTROLLER_MAX_KL = 'much'"):
+        load_config(environ={"SPECTRUMKV_CONTROLLER_MAX_KL": "much"})
+    with pytest.raises(ConfigError, match=r"_MAXKL is no .*mean SPECTRUMKV_CONTROLLER_MAX_KL"):
+        load_config(environ={"SPECTRUMKV_CONTROLLER_MAXKL": "1"})
 
 
 # ---- the probe's record ----------------------------------------------------------------------------------------------

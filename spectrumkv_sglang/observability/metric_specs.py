@@ -97,6 +97,28 @@ CONFIG_INFO = MetricSpec(
     ("version", "profile", "budget", "allowed_tiers", "scorer"),
 )
 
+DECISIONS = MetricSpec(
+    "controller_decisions_total",
+    Kind.COUNTER,
+    "Rooms that the controller decided for, by what it chose and why.",
+    ("candidate", "reason"),
+)
+SWITCHES = MetricSpec(
+    "controller_switches_total", Kind.COUNTER, "Decisions that left the candidate in use for a faster one."
+)
+VIOLATIONS = MetricSpec(
+    "controller_violations_total", Kind.COUNTER, "Rooms whose transfer took longer than their TTFT target left for it."
+)
+REFUSED_SAMPLES = MetricSpec(
+    "controller_refused_samples_total", Kind.COUNTER, "Measurements that the controller refused as absurd."
+)
+BANDWIDTH = MetricSpec(
+    "controller_bandwidth_bytes_per_second",
+    Kind.GAUGE,
+    "Estimated goodput to the decode ranks whose link is known: the least and the median.",
+    ("stat",),
+)
+
 METRICS: tuple[MetricSpec, ...] = (
     NATIVE_BYTES,
     WIRE_BYTES,
@@ -118,4 +140,9 @@ METRICS: tuple[MetricSpec, ...] = (
     STAGING_SLOTS,
     PROBE_STATE,
     CONFIG_INFO,
+    DECISIONS,
+    SWITCHES,
+    VIOLATIONS,
+    REFUSED_SAMPLES,
+    BANDWIDTH,
 )

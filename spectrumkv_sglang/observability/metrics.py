@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 from spectrumkv_sglang.observability import metric_specs as specs
 from spectrumkv_sglang.observability.once import log_once
 from spectrumkv_sglang.observability.reasons import (
+    DecisionReason,
     FailureCause,
     Path,
     ProbeState,
@@ -138,7 +139,13 @@ class TransferMetrics:
             self._counter(specs.FAILURES, cause=cause.value)
         for kind in Rejection:
             self._counter(specs.CONTROL_REJECTED, kind=kind.value)
-        for spec in (specs.BUDGET_UNREACHABLE, specs.TRANSFER_LOG_ERRORS):
+        for spec in (
+            specs.BUDGET_UNREACHABLE,
+            specs.TRANSFER_LOG_ERRORS,
+            specs.SWITCHES,
+            specs.VIOLATIONS,
+            specs.REFUSED_SAMPLES,
+        ):
             self._counter(spec)
 
     @_never_raises
@@ -189,6 +196,22 @@ class TransferMetrics:
     def budget_unreachable(self) -> None:
         """Counts one room that no allowed tier brought down to the budget."""
         self._counter(specs.BUDGET_UNREACHABLE).inc()
+
+    @_never_raises
+    def decision(self, candidate: str, reason: DecisionReason) -> None:
+        """Counts one room that the controller decided for; candidates are those of the configuration."""
+        self._counter(specs.DECISIONS, candidate=candidate, reason=reason.value).inc()
+
+    @_never_raises
+    def controller(
+        self, *, switches: int, violations: int, refused_samples: int, bandwidths: tuple[float, float] | None
+    ) -> None:
+        """Adds what the controller counted since the last call; bandwidths: least and median, bytes a second."""
+        self._counter(specs.SWITCHES).inc(switches)
+        self._counter(specs.VIOLATIONS).inc(violations)
+        self._counter(specs.REFUSED_SAMPLES).inc(refused_samples)
+        for stat, rate in zip(("min", "median"), bandwidths or (0.0, 0.0), strict=True):
+            self._gauge(specs.BANDWIDTH, stat=stat).set(rate)
 
     @_never_raises
     def control_message_rejected(self, kind: Rejection) -> None:

@@ -72,6 +72,8 @@ class Reason(str, Enum):
     BELOW_MIN_TOKENS = "below_min_tokens"
     PEER_FORBIDS_TIER = "peer_forbids_tier"
 
+    BYPASS = "bypass"
+    DRY_RUN = "dry_run"
     PEER_WITHOUT_SPECTRUMKV = "peer_without_spectrumkv"
     PROTOCOL_VERSION = "protocol_version"
     DISABLED = "disabled"
@@ -110,6 +112,27 @@ class Reason(str, Enum):
         return _REASON_MEANING[self]
 
 
+class DecisionReason(str, Enum):
+    """Why the controller chose what it chose for a room."""
+
+    NO_SAMPLE = "no_sample"
+    BAD_REQUEST = "bad_request"
+    BELOW_MIN = "below_min"
+    FIXED = "fixed"
+    BYPASS = "bypass"
+    ENVELOPE = "envelope"
+    HOLD = "hold"
+    EXPLORE = "explore"
+    ACCURACY_FLOOR = "accuracy_floor"
+    SLO = "slo"
+    COOLDOWN = "cooldown"
+
+    @property
+    def meaning(self) -> str:
+        """One line for logs and docs."""
+        return _DECISION_MEANING[self]
+
+
 class FailureCause(str, Enum):
     """Why a tiered chunk failed after it was started."""
 
@@ -144,10 +167,26 @@ _PROBE_STATE_MEANING: dict[ProbeState, str] = {
     ProbeState.WAIVED: "`require_probe: false`: all configured tiers are in use without a probe",
 }
 
+_DECISION_MEANING: dict[DecisionReason, str] = {
+    DecisionReason.NO_SAMPLE: "the link's rate is not known, or no longer: the safe candidate",
+    DecisionReason.BAD_REQUEST: "the request's parameters could not be understood: the safe candidate",
+    DecisionReason.BELOW_MIN: "shorter than min_tokens: packed at native precision",
+    DecisionReason.FIXED: "nothing to choose: only SGLang's own path loses as little as is asked for",
+    DecisionReason.BYPASS: "the link is too fast for a codec to pay: SGLang's own path",
+    DecisionReason.ENVELOPE: "the fastest candidate for the link",
+    DecisionReason.HOLD: "the candidate in use is hardly slower than the fastest: no change",
+    DecisionReason.EXPLORE: "a neighbour of the fastest candidate, to learn what it takes",
+    DecisionReason.ACCURACY_FLOOR: "a faster or the safe candidate would lose more than max_kl: one that does not",
+    DecisionReason.SLO: "the candidates around the fastest would miss the TTFT target: another, or the fastest of all",
+    DecisionReason.COOLDOWN: "a candidate that missed its target too often rests: the fastest of the others",
+}
+
 _REASON_MEANING: dict[Reason, str] = {
     Reason.TIERED: "packed in tiers chosen from importance and the budget",
     Reason.BELOW_MIN_TOKENS: "shorter than min_tokens: packed at native precision",
     Reason.PEER_FORBIDS_TIER: "packed without tiers that decode forbids: probe and configure both sides alike",
+    Reason.BYPASS: "the controller expects SGLang's own path to be as good: the link is fast, or no loss is allowed",
+    Reason.DRY_RUN: "the controller has decided and only says so: `controller: {dry_run: true}`",
     Reason.PEER_WITHOUT_SPECTRUMKV: "decode sent no SpectrumKV handshake: start it with this backend too",
     Reason.PROTOCOL_VERSION: "the peer speaks another protocol version: finish the rolling upgrade",
     Reason.DISABLED: "SpectrumKV is switched off by `enabled: false`",

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import msgspec
 
 from spectrumkv_sglang.observability.once import log_once
-from spectrumkv_sglang.observability.reasons import Path, Reason
+from spectrumkv_sglang.observability.reasons import DecisionReason, Path, Reason
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +34,7 @@ class ChunkRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     native_bytes: size of the chunk's KV in the pool. wire_bytes: bytes sent for it, control messages included.
     achieved_b: wire_bytes / native_bytes. writes: Mooncake writes. *_seconds: transfer is start to end; pack, write
     and wait are sums over the sub-chunks, which overlap, so they may add up to more. last_chunk: the room's last chunk.
+    candidate, decision: what the controller chose for the room, and why; empty and None where it did not.
     """
 
     time: float
@@ -53,6 +54,8 @@ class ChunkRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     write_seconds: float = 0.0
     wait_seconds: float = 0.0
     last_chunk: bool = False
+    candidate: str = ""
+    decision: DecisionReason | None = None
 
 
 class TransferLog:

@@ -17,14 +17,13 @@ from spectrumkv_sglang.profiles.chunk_plan import ChunkPlan, last_page_rows, pla
 from spectrumkv_sglang.profiles.profile import Profile, load_profile
 from spectrumkv_sglang.profiles.tier import Tier
 from spectrumkv_sglang.transfer.pool_view import PoolView
+from spectrumkv_sglang.transfer.sending_policy import NATIVE_PACKED, SendingPolicy
 from spectrumkv_sglang.transfer.unpacking import pool_slots_of_pages
 
 # Size on the wire of one sub-chunk's COMMIT and DONE without tier map, an upper bound (checked by a test).
 SUBCHUNK_MESSAGE_BYTES = 320
 # The same of one chunk's OPEN, GRANTED and CLOSE without the precision table.
 CHUNK_MESSAGE_BYTES = 1024
-
-NATIVE_PACKED = "native-packed"
 
 
 @dataclass(frozen=True)
@@ -34,6 +33,7 @@ class PlannedChunk:
     plan: ChunkPlan
     table: PrecisionTable
     profile: str
+    policy: SendingPolicy
     reason: Reason
     budget_missed: bool  # there were tiers to choose from, and even the smallest choice exceeds the budget
 
@@ -51,9 +51,10 @@ class BytesSent:
 
 
 @dataclass(frozen=True)
-class _Policy:
-    """What the profile comes to with some of its tiers."""
+class _TieredTable:
+    """What a profile comes to with some of its tiers."""
 
+    profile: Profile
     table: PrecisionTable
     usable_tiers: tuple[Tier, ...]
 
@@ -72,9 +73,9 @@ class ChunkPlanner:
 
     def __init__(self, view: PoolView, config: SpectrumKVConfig, scorer: Scorer, scores: SlotScores | None) -> None:
         self._view, self._config, self._scorer, self._scores = view, config, scorer, scores
-        self._profile = load_profile(config.profile)
-        self._policies: dict[tuple[Tier, ...], _Policy] = {}
-        self._policy(config.allowed_tiers)
+        self._configured = SendingPolicy.of(config)
+        self._tables: dict[tuple[int, tuple[Tier, ...]], _TieredTable] = {}
+        self._table(self._configured.profile, config.allowed_tiers)
         self._native_profile: Profile = load_profile(NATIVE_PACKED)
         self._native_table = self._native_profile.table(view.geometry)
 
@@ -88,6 +89,7 @@ class ChunkPlanner:
         slot_bytes: int,
         sent_before: BytesSent = BytesSent(),
         peer_allowed_tiers: Collection[int] = tuple(Tier),
+        policy: SendingPolicy | None = None,
     ) -> PlannedChunk:
         """Plan the chunk that lies in prefill's ``pages`` and starts at ``first_position`` of the prompt.
 
@@ -100,21 +102,23 @@ class ChunkPlanner:
             sent_before: the room's earlier chunks; the budget holds for the room as a whole, so a chunk that was
                 too short for it is made up for by the next.
             peer_allowed_tiers: tiers that decode accepts; only those that both sides allow are used.
+            policy: profile, budget and tiers of the room; None: the configured ones.
 
         Raises:
             PayloadError: one page does not fit a slot.
         """
+        policy = policy or self._configured
         rows = len(pages) * self._view.geometry.page_size
         if prompt_tokens < self._config.min_tokens:
             everything = np.ones(rows, dtype=bool)
             plan = self._plan(np.ones(rows, np.float32), self._native_table, 1.0, slot_bytes, everything, (Tier.HIGH,))
-            return PlannedChunk(plan, self._native_table, NATIVE_PACKED, Reason.BELOW_MIN_TOKENS, False)
+            return PlannedChunk(plan, self._native_table, NATIVE_PACKED, policy, Reason.BELOW_MIN_TOKENS, False)
         sinks, recent = protected_rows(
             first_position, rows, prompt_tokens, self._config.sink_tokens, self._config.recent_tokens
         )
-        budget = sent_before.budget_of_next(rows * self._view.geometry.native_bytes_per_token, self._config.budget)
-        ours = self._policy(self._config.allowed_tiers)
-        both = self._policy(tuple(tier for tier in self._config.allowed_tiers if tier in peer_allowed_tiers))
+        budget = sent_before.budget_of_next(rows * self._view.geometry.native_bytes_per_token, policy.budget)
+        ours = self._table(policy.profile, policy.allowed_tiers)
+        both = self._table(policy.profile, tuple(t for t in policy.allowed_tiers if t in peer_allowed_tiers))
         forced = sinks
         page_size = self._view.geometry.page_size
         if page_size > 1 and both.rows_share_parameters:
@@ -127,15 +131,16 @@ class ChunkPlanner:
         plan = self._plan(importance, both.table, budget, slot_bytes, forced, both.usable_tiers, preferred=recent)
         missed = len(both.usable_tiers) > 1 and not plan.reachable
         reason = Reason.TIERED if both.usable_tiers == ours.usable_tiers else Reason.PEER_FORBIDS_TIER
-        return PlannedChunk(plan, both.table, self._profile.name, reason, missed)
+        return PlannedChunk(plan, both.table, policy.profile.name, policy, reason, missed)
 
-    def _policy(self, allowed_tiers: tuple[Tier, ...]) -> _Policy:
-        policy = self._policies.get(allowed_tiers)
-        if policy is None:
-            policy = self._policies[allowed_tiers] = _Policy(
-                self._profile.table(self._view.geometry, allowed_tiers), self._profile.usable_tiers(allowed_tiers)
+    def _table(self, profile: Profile, allowed_tiers: tuple[Tier, ...]) -> _TieredTable:
+        key = (id(profile), allowed_tiers)  # the table keeps the profile, so that no other gets its id
+        found = self._tables.get(key)
+        if found is None:
+            found = self._tables[key] = _TieredTable(
+                profile, profile.table(self._view.geometry, allowed_tiers), profile.usable_tiers(allowed_tiers)
             )
-        return policy
+        return found
 
     def _plan(
         self,

@@ -275,6 +275,7 @@ class ChunkSender:
         self._metrics.wait(Wait.DONE, waited)
         if isinstance(answer, Done) and answer.slot in flight.addresses:
             flight.unanswered -= 1
+            stats.unpack_seconds += answer.unpack_seconds
             flight.remote.append(SlotGrant(answer.slot, answer.generation, flight.addresses[answer.slot]))
             return
         if isinstance(answer, Failed):

@@ -47,6 +47,7 @@ class ChunkStats:
         pack_seconds: the device at work on packing.
         write_seconds: writes under way, until this thread noticed their end.
         wait_seconds: this thread waiting for slots and for decode.
+        unpack_seconds: decode at work on unpacking, as it says.
     """
 
     wire_bytes: int = 0
@@ -54,6 +55,7 @@ class ChunkStats:
     pack_seconds: float = 0.0
     write_seconds: float = 0.0
     wait_seconds: float = 0.0
+    unpack_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

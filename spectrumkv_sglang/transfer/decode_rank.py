@@ -14,6 +14,7 @@ from spectrumkv_sglang.transfer.handshake import Handshake, encode_handshake
 from spectrumkv_sglang.transfer.landing_server import LandingServer
 from spectrumkv_sglang.transfer.pool_view import PoolView
 from spectrumkv_sglang.transfer.rooms import RoomRegistry
+from spectrumkv_sglang.transfer.sending_policy import configured_policies
 from spectrumkv_sglang.transfer.slot_memory import SlotMemory
 from spectrumkv_sglang.transfer.slot_pool import SlotPool
 from spectrumkv_sglang.transfer.warm_up import warm_up
@@ -35,7 +36,7 @@ class DecodeRank:
     def __init__(
         self, *, view: PoolView, config: SpectrumKVConfig, engine: Any, host: str, metrics: TransferMetrics
     ) -> None:
-        warm_up(view, config)
+        warm_up(view, configured_policies(config, view))
         self.rooms = RoomRegistry()
         self._memory = SlotMemory(engine, config.landing_slots, config.slot_bytes, view.device)
         self._pool = SlotPool(config.landing_slots, config.quarantine_s)

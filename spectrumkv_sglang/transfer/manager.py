@@ -25,9 +25,11 @@ from spectrumkv_sglang.transfer.errors import GoNativeError
 from spectrumkv_sglang.transfer.handshake import RegistrationSocket
 from spectrumkv_sglang.transfer.pool_view import PoolView, view_pool
 from spectrumkv_sglang.transfer.prefill_rank import NativeResult, OutgoingChunk, PrefillRank
+from spectrumkv_sglang.transfer.sending_policy import ServedCandidates, serve_candidates
 from spectrumkv_sglang.transfer.served_rotation import require_rotation, with_rotation
 from spectrumkv_sglang.transfer.slot_memory import RegistrationError
 from spectrumkv_sglang.transfer.tier_enforcement import enforce_tiers
+from spectrumkv_sglang.verification.served import served_fingerprint
 from spectrumkv_sglang.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -99,23 +101,27 @@ class SpectrumKVManager(MooncakeKVManager):  # type: ignore[misc]
             )
         except GoNativeError as reason:
             view = reason
+        served: ServedCandidates | None = None
         if isinstance(view, PoolView) and config.enabled:
+            asked, served_model = config, sglang_compat.served_model(self._server_args)
+            speaks = int(self.kv_args.engine_rank) == 0
             config = self.spectrumkv_config = enforce_tiers(
-                config,
-                sglang_compat.served_model(self._server_args),
-                view.geometry.dtype,
-                self._metrics,
-                speaks=int(self.kv_args.engine_rank) == 0,
+                config, served_model, view.geometry.dtype, self._metrics, speaks=speaks
             )
             view = with_rotation(view, model)
             if view.rotation is None:
                 logger.info("SpectrumKV %s: keys cannot travel unrotated: %s", self._role, view.why_no_rotation)
             require_rotation(view, config)
+            if config.controller.enabled and self._role == "prefill":
+                dtype = view.geometry.dtype
+                served = serve_candidates(
+                    asked, config, view, lambda: served_fingerprint(served_model, dtype), speaks=speaks
+                )
         else:
             self._metrics.probe_state(ProbeState.NOT_NEEDED)
         engine = sglang_compat.mooncake_engine(self)
         if self._role == "prefill":
-            self.prefill_rank = self._make_prefill_rank(view, engine)
+            self.prefill_rank = self._make_prefill_rank(view, engine, served)
         elif isinstance(view, PoolView) and config.enabled:
             try:
                 self.decode_rank = DecodeRank(
@@ -147,7 +153,9 @@ class SpectrumKVManager(MooncakeKVManager):  # type: ignore[misc]
         logger.warning("SpectrumKV %s on %s: all KV travels natively: %s", __version__, self._role, why)
         return None
 
-    def _make_prefill_rank(self, view: PoolView | GoNativeError, engine: Any) -> PrefillRank:
+    def _make_prefill_rank(
+        self, view: PoolView | GoNativeError, engine: Any, served: ServedCandidates | None
+    ) -> PrefillRank:
         arguments = {
             "config": self.spectrumkv_config,
             "engine": engine,
@@ -156,7 +164,7 @@ class SpectrumKVManager(MooncakeKVManager):  # type: ignore[misc]
             "metrics": self._metrics,
         }
         try:
-            return PrefillRank(view=view, **arguments)
+            return PrefillRank(view=view, served=served, **arguments)
         except RegistrationError as error:
             return PrefillRank(view=GoNativeError(Reason.REGISTRATION_FAILED, str(error)), **arguments)
 
@@ -273,6 +281,18 @@ class SpectrumKVManager(MooncakeKVManager):  # type: ignore[misc]
             self._spare(session)
         return code
 
+    def expect_request(self, room: int, parameters: Any) -> None:
+        """A request came that will be sent as ``room``, with ``parameters`` for this package; before it is sent."""
+        decisions = self.prefill_rank.decisions if self.prefill_rank is not None else None
+        if decisions is not None:
+            decisions.expect(room, parameters)
+
+    def forget_request(self, room: int) -> None:
+        """The request of ``room`` has ended."""
+        decisions = self.prefill_rank.decisions if self.prefill_rank is not None else None
+        if decisions is not None:
+            decisions.forget(room)
+
     def observation_failed(self) -> None:
         """Count a forward whose token importance could not be observed."""
         self._metrics.failure(FailureCause.IMPORTANCE_UNOBSERVED)
@@ -319,6 +339,10 @@ class SpectrumKVSender(MooncakeKVSender):  # type: ignore[misc]
             return super().send(*args, **kwargs)
         finally:
             self.kv_mgr.early_send_event = None
+
+    def clear(self) -> Any:
+        self.kv_mgr.forget_request(self.bootstrap_room)
+        return super().clear()
 
 
 class SpectrumKVReceiver(MooncakeKVReceiver):  # type: ignore[misc]

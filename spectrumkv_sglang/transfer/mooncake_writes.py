@@ -13,6 +13,7 @@ from typing import Any
 
 from spectrumkv_sglang.observability.reasons import FailureCause
 from spectrumkv_sglang.transfer.errors import ChunkFailedError
+from spectrumkv_sglang.tuning.bandwidth import LinkClock
 
 _FIRST_POLL_SECONDS = 0.0001
 _LONGEST_POLL_SECONDS = 0.001
@@ -20,13 +21,14 @@ _LONGEST_POLL_SECONDS = 0.001
 
 @dataclass
 class PendingWrite:
-    """A submitted write; ``started`` and ``deadline`` in monotonic seconds."""
+    """A submitted write; ``started``, ``deadline`` and when it was last ``seen_going`` in monotonic seconds."""
 
     handle: int
     session: str
     length: int
     started: float
     deadline: float
+    seen_going: float
 
 
 class MooncakeWrites:
@@ -35,11 +37,13 @@ class MooncakeWrites:
     Args:
         engine: ``mooncake.engine.TransferEngine`` (not SGLang's wrapper, which swallows errors).
         timeout: seconds after which a write counts as failed.
+        clock: is told of every write, by session.
     """
 
-    def __init__(self, engine: Any, timeout: float) -> None:
+    def __init__(self, engine: Any, timeout: float, clock: LinkClock | None = None) -> None:
         self._engine = engine
         self._timeout = timeout
+        self._clock = clock
 
     def submit(self, session: str, source: int, destination: int, length: int) -> PendingWrite:
         """Start writing ``length`` bytes. Raises ChunkFailedError(write_failed) when the engine refuses."""
@@ -57,7 +61,9 @@ class MooncakeWrites:
                 f"Mooncake refused a write of {length} bytes to {session} (is the peer gone?)",
                 peer_suspect=True,
             )
-        return PendingWrite(handle, session, length, now, now + self._timeout)
+        if self._clock is not None:
+            self._clock.started(session, length, now)
+        return PendingWrite(handle, session, length, now, now + self._timeout, now)
 
     def wait(self, write: PendingWrite) -> float:
         """Wait for the end of ``write``; returns its duration in seconds. Not again after it returned or raised.
@@ -80,7 +86,11 @@ class MooncakeWrites:
         status = self._engine.transfer_check_status(write.handle)
         now = time.monotonic()
         if status == 1:
+            if self._clock is not None:
+                self._clock.ended(write.session, write.length, now, write.seen_going)
             return now - write.started
+        if (status < 0 or now > write.deadline) and self._clock is not None:
+            self._clock.failed(write.session, write.length)
         if status < 0:
             raise ChunkFailedError(
                 FailureCause.WRITE_FAILED,
@@ -93,4 +103,5 @@ class MooncakeWrites:
                 f"Mooncake write of {write.length} bytes to {write.session} did not end within {self._timeout} s",
                 peer_suspect=True,
             )
+        write.seen_going = now
         return None

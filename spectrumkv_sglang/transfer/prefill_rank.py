@@ -33,14 +33,19 @@ from spectrumkv_sglang.transfer.errors import ChunkFailedError, ControlMessageEr
 from spectrumkv_sglang.transfer.handshake import Handshake
 from spectrumkv_sglang.transfer.mooncake_writes import MooncakeWrites
 from spectrumkv_sglang.transfer.pool_view import PoolView
+from spectrumkv_sglang.transfer.room_decisions import ChunkCost, RoomDecisions
+from spectrumkv_sglang.transfer.sending_policy import SendingPolicy, ServedCandidates
 from spectrumkv_sglang.transfer.slot_memory import SlotMemory
 from spectrumkv_sglang.transfer.slot_pool import SlotPool
 from spectrumkv_sglang.transfer.tier_agreement import forbidden_in
 from spectrumkv_sglang.transfer.warm_up import warm_up
+from spectrumkv_sglang.tuning.controller import Decision
 
 logger = logging.getLogger(__name__)
 
 _MOST_ROOMS = 4096
+_QUIET = (Reason.DISABLED, Reason.BYPASS, Reason.DRY_RUN)  # as configured, nothing to warn of
+_DECIDED_NATIVE = (Reason.BYPASS, Reason.DRY_RUN)
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,7 @@ class PrefillRank:
         view: the pool, or the GoNativeError that says why its KV is not tiered.
         engine: Mooncake's TransferEngine.
         page_bytes: native bytes of one page over all layers.
+        served: what the controller may choose from; None: every room travels as configured.
     """
 
     def __init__(
@@ -90,6 +96,7 @@ class PrefillRank:
         page_size: int,
         page_bytes: int,
         metrics: TransferMetrics,
+        served: ServedCandidates | None = None,
     ) -> None:
         self._view, self._config, self._metrics = view, config, metrics
         self._page_size, self._page_bytes = page_size, page_bytes
@@ -101,16 +108,24 @@ class PrefillRank:
         self._sent: OrderedDict[tuple[int, str], BytesSent] = OrderedDict()
         self.scores: SlotScores | None = None
         self.scorer = config.make_scorer()
+        self.decisions: RoomDecisions | None = None
         if isinstance(view, PoolView):
             self._memory = SlotMemory(engine, config.staging_slots, config.slot_bytes, view.device)
             self._staging = SlotPool(config.staging_slots, config.quarantine_s)
-            self._writes = MooncakeWrites(engine, config.write_timeout_s)
+            policies = [SendingPolicy.of(config)]
+            if served is not None:
+                self.decisions = RoomDecisions(
+                    served, config.controller, view, min_tokens=config.min_tokens, metrics=metrics
+                )
+                policies += served.policies.values()
+            clock = self.decisions.clock if self.decisions is not None else None
+            self._writes = MooncakeWrites(engine, config.write_timeout_s, clock)
             # A profile of one tier has nothing to choose: no forward is to pay for observing its attention.
-            tiers = config.loaded_profile.usable_tiers(config.allowed_tiers)
-            if isinstance(self.scorer, AttentionScorer) and len(tiers) > 1:
+            observed = any(len(policy.usable_tiers) > 1 for policy in policies)
+            if isinstance(self.scorer, AttentionScorer) and observed:
                 self.scores = SlotScores(view.pool_slots, view.device)
             self._planner = ChunkPlanner(view, config, self.scorer, self.scores)
-            warm_up(view, config)
+            warm_up(view, policies)
 
     def send(
         self, chunk: OutgoingChunk, send_natively: Callable[[], NativeResult], native_only: Reason | None = None
@@ -122,22 +137,12 @@ class PrefillRank:
         """
         started = time.perf_counter()
         try:
-            try:
-                if native_only is not None:
-                    raise GoNativeError(native_only, native_only.meaning)
-                self._account(chunk, self._send_tiered(chunk), started)
-                return 0, False
-            except GoNativeError as reason:
-                if not chunk.room_is_live():
-                    # Aborted while the chunk waited for decode, which may have freed the pages by now.
-                    raise ChunkFailedError(FailureCause.ROOM_GONE, f"room {chunk.room} was aborted") from reason
-                self._say_native(chunk, reason)
-                for event in chunk.forward_done:
-                    event.synchronize()  # SGLang before 0.5.23 does not wait for it itself
-                result = send_natively()
-                if result.code == 0:
-                    self._account(chunk, self._native_record(chunk, reason.reason, result.writes), started)
-                return result.code, result.code != 0
+            if native_only is not None:
+                return self._go_native(chunk, GoNativeError(native_only, native_only.meaning), send_natively, started)
+            if self.decisions is None:
+                return self._send(chunk, send_natively, started, None, ChunkCost())
+            with self.decisions.sending(chunk.room, chunk.session, last=chunk.last_chunk) as cost:
+                return self._send(chunk, send_natively, started, self.decisions, cost)
         except ChunkFailedError as error:
             self._metrics.failure(error.cause)
             log_once(logger, logging.ERROR, f"chunk-{error.cause.value}", f"room {chunk.room} failed: {error}")
@@ -155,12 +160,51 @@ class PrefillRank:
             self._log.close()
         self._context.destroy(linger=0)
 
+    def _send(
+        self,
+        chunk: OutgoingChunk,
+        send_natively: Callable[[], NativeResult],
+        started: float,
+        decisions: RoomDecisions | None,
+        cost: ChunkCost,
+    ) -> tuple[int, bool]:
+        """As :meth:`send`, for a chunk that may be tiered."""
+        decision: Decision | None = None
+        try:
+            view, peer = self._require_tierable(chunk)
+            policy: SendingPolicy | None = None
+            if decisions is not None:
+                decision = self._decide(decisions, chunk, peer)
+                policy = decisions.require_tiered(decision)
+            self._account(chunk, self._send_tiered(chunk, view, peer, policy, cost), started, decision)
+            cost.as_decided = True
+            return 0, False
+        except GoNativeError as reason:
+            return self._go_native(chunk, reason, send_natively, started, decision, cost)
+
+    def _decide(self, decisions: RoomDecisions, chunk: OutgoingChunk, peer: Handshake) -> Decision:
+        """The decision for the chunk's room. GoNativeError: it could not be taken, and nothing less is safe."""
+        try:
+            return decisions.decide(
+                chunk.room,
+                chunk.session,
+                peer,
+                first=chunk.page_start == 0,
+                prompt_tokens=chunk.prefix_tokens + chunk.room_pages * self._page_size,
+                native_bytes=chunk.room_pages * self._page_bytes,
+            )
+        except Exception as error:
+            logger.exception("room %d: the controller failed", chunk.room)
+            raise GoNativeError(Reason.INTERNAL_ERROR, f"the controller failed: {error!r}") from error
+
     # ---- tiered --------------------------------------------------------------------------------------------------
 
-    def _send_tiered(self, chunk: OutgoingChunk) -> ChunkRecord:
-        view, peer = self._require_tierable(chunk)
+    def _send_tiered(
+        self, chunk: OutgoingChunk, view: PoolView, peer: Handshake, policy: SendingPolicy | None, cost: ChunkCost
+    ) -> ChunkRecord:
+        began = time.perf_counter()
         with self._device_stream(view, chunk):  # importance is the forward's, too
-            planned = self._plan(chunk, peer)
+            planned = self._plan(chunk, peer, policy)
             plan = planned.plan
             task = ChunkTask(
                 room=chunk.room,
@@ -179,6 +223,9 @@ class PrefillRank:
             finally:  # a failed write leaves its slot in quarantine
                 staging = self._staging.counts()
                 self._metrics.staging_slots(in_use=staging.in_use, free=staging.free, quarantined=staging.quarantined)
+        cost.native_bytes, cost.wire_bytes = plan.native_bytes, stats.wire_bytes
+        cost.pack_s, cost.unpack_s = stats.pack_seconds, stats.unpack_seconds
+        cost.seconds = time.perf_counter() - began
         counts = np.bincount(plan.tiers, minlength=len(Tier)).tolist()
         return ChunkRecord(
             time=time.time(),
@@ -199,7 +246,7 @@ class PrefillRank:
             last_chunk=chunk.last_chunk,
         )
 
-    def _plan(self, chunk: OutgoingChunk, peer: Handshake) -> PlannedChunk:
+    def _plan(self, chunk: OutgoingChunk, peer: Handshake, policy: SendingPolicy | None) -> PlannedChunk:
         """Tiers and sub-chunks of ``chunk``, such as decode takes."""
         try:
             planned = self._planner.plan(
@@ -210,6 +257,7 @@ class PrefillRank:
                 slot_bytes=min(self._config.slot_bytes, peer.slot_bytes),
                 sent_before=self._sent.get((chunk.room, chunk.session), BytesSent()),
                 peer_allowed_tiers=peer.allowed_tiers,
+                policy=policy,
             )
         except PayloadError as error:
             raise GoNativeError(Reason.PAYLOAD_TOO_LARGE, str(error)) from error
@@ -221,7 +269,7 @@ class PrefillRank:
                 logger,
                 logging.WARNING,
                 "budget-unreachable",
-                f"room {chunk.room} does not keep budget {self._config.budget}: its last chunk of {len(plan.tiers)} "
+                f"room {chunk.room} does not keep budget {planned.policy.budget}: its last chunk of {len(plan.tiers)} "
                 f"tokens was sent at the smallest size that the allowed tiers reach, {plan.achieved:.3f}",
             )
         return planned
@@ -266,8 +314,9 @@ class PrefillRank:
                 "`identity`",
             )
         if planned.reason is Reason.PEER_FORBIDS_TIER:
-            ours = ", ".join(tier.label for tier in self._config.allowed_tiers)
-            theirs = ", ".join(tier.label for tier in self._config.allowed_tiers if tier in peer.allowed_tiers)
+            allowed = planned.policy.allowed_tiers
+            ours = ", ".join(tier.label for tier in allowed)
+            theirs = ", ".join(tier.label for tier in allowed if tier in peer.allowed_tiers)
             log_once(
                 logger,
                 logging.WARNING,
@@ -308,10 +357,39 @@ class PrefillRank:
 
     # ---- native --------------------------------------------------------------------------------------------------
 
+    def _go_native(
+        self,
+        chunk: OutgoingChunk,
+        reason: GoNativeError,
+        send_natively: Callable[[], NativeResult],
+        started: float,
+        decision: Decision | None = None,
+        cost: ChunkCost | None = None,
+    ) -> tuple[int, bool]:
+        """Send the chunk by SGLang's own path, because of ``reason``; returns as :meth:`send`."""
+        if not chunk.room_is_live():
+            # Aborted while the chunk waited for decode, which may have freed the pages by now.
+            raise ChunkFailedError(FailureCause.ROOM_GONE, f"room {chunk.room} was aborted") from reason
+        self._say_native(chunk, reason)
+        for event in chunk.forward_done:
+            event.synchronize()  # SGLang before 0.5.23 does not wait for it itself
+        size = len(chunk.pages) * self._page_bytes
+        timed = self.decisions.timed_native(chunk.session, size) if decision and self.decisions else nullcontext()
+        with timed as native:
+            result = send_natively()
+            if native is not None:
+                native.succeeded = result.code == 0
+        if result.code == 0:
+            if native is not None and cost is not None and reason.reason in _DECIDED_NATIVE:
+                cost.as_decided, cost.seconds = True, native.seconds
+                cost.native_bytes = cost.wire_bytes = size
+            self._account(chunk, self._native_record(chunk, reason.reason, result.writes), started, decision)
+        return result.code, result.code != 0
+
     def _say_native(self, chunk: OutgoingChunk, reason: GoNativeError) -> None:
         log_once(
             logger,
-            logging.INFO if reason.reason is Reason.DISABLED else logging.WARNING,
+            logging.INFO if reason.reason in _QUIET else logging.WARNING,
             f"native-{reason.reason.value}",
             f"a chunk of room {chunk.room} travels natively, not tiered ({reason.reason.value}): {reason}",
         )
@@ -332,8 +410,12 @@ class PrefillRank:
             last_chunk=chunk.last_chunk,
         )
 
-    def _account(self, chunk: OutgoingChunk, record: ChunkRecord, started: float) -> None:
+    def _account(
+        self, chunk: OutgoingChunk, record: ChunkRecord, started: float, decision: Decision | None = None
+    ) -> None:
         record = msgspec.structs.replace(record, transfer_seconds=time.perf_counter() - started)
+        if decision is not None:
+            record = msgspec.structs.replace(record, candidate=decision.candidate.name, decision=decision.reason)
         self._metrics.chunk(record)
         self._remember_bytes(chunk, record)
         if self._log is not None:

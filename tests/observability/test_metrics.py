@@ -17,7 +17,15 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from spectrumkv_sglang.observability.metric_specs import METRICS, PROCESS_LABELS, Kind
 from spectrumkv_sglang.observability.metrics import TransferMetrics
-from spectrumkv_sglang.observability.reasons import FailureCause, Path, ProbeState, Reason, Rejection, Wait
+from spectrumkv_sglang.observability.reasons import (
+    DecisionReason,
+    FailureCause,
+    Path,
+    ProbeState,
+    Reason,
+    Rejection,
+    Wait,
+)
 from spectrumkv_sglang.observability.transfer_log import ChunkRecord, TokensByTier
 
 DOCS = FilePath(__file__).parents[2] / "docs" / "metrics.md"
@@ -224,6 +232,9 @@ def test_docs_explain_every_reason_and_failure() -> None:
     ]
     assert documented_rows("Failures") == [[cause.value, cause.meaning] for cause in FailureCause]
     assert documented_rows("Probe states") == [[state.value, state.meaning.replace("`", "")] for state in ProbeState]
+    assert documented_rows("Decisions") == [
+        [reason.value, reason.meaning.replace("`", "")] for reason in DecisionReason
+    ]
 
 
 def test_names_follow_prometheus_and_sglang() -> None:

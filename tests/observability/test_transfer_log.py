@@ -13,7 +13,7 @@ from pathlib import Path as FilePath
 import msgspec
 import pytest
 
-from spectrumkv_sglang.observability.reasons import Path, Reason
+from spectrumkv_sglang.observability.reasons import DecisionReason, Path, Reason
 from spectrumkv_sglang.observability.transfer_log import ChunkRecord, TokensByTier, TransferLog, read_transfer_log
 
 
@@ -36,6 +36,8 @@ def record(room: int = 1, **changes: object) -> ChunkRecord:
         "write_seconds": 0.2,
         "wait_seconds": 0.05,
         "last_chunk": True,
+        "candidate": "balanced@0.3",
+        "decision": DecisionReason.ENVELOPE,
     }
     return ChunkRecord(**{**fields, **changes})  # type: ignore[arg-type]
 
@@ -63,6 +65,8 @@ def test_a_line_has_the_documented_fields(tmp_path: FilePath) -> None:
         "write_seconds": 0.2,
         "wait_seconds": 0.05,
         "last_chunk": True,
+        "candidate": "balanced@0.3",
+        "decision": "envelope",
     }
 
 

@@ -26,7 +26,13 @@ from spectrumkv_sglang.payload.geometry import KVGeometry
 from spectrumkv_sglang.transfer.chunk_planner import PlannedChunk
 from spectrumkv_sglang.transfer.pool_view import PoolView
 from spectrumkv_sglang.transfer.prefill_rank import NativeResult, OutgoingChunk, PrefillRank
+from spectrumkv_sglang.transfer.sending_policy import serve_candidates
 from spectrumkv_sglang.transfer.unpacking import pool_slots_of_pages
+from spectrumkv_sglang.verification.fingerprint import FingerprintError
+
+
+def _no_model() -> Any:
+    raise FingerprintError("the tests serve no model")
 
 
 class TappedEngine:
@@ -86,9 +92,11 @@ class PrefillSide:
         self.buffers = KVBuffers(pool(geometry.head_dim), pool(geometry.v_head_dim))
         self.view = PoolView(self.buffers, geometry, torch.device("cpu"), slots, key_angles(geometry))
         self._registry = CollectorRegistry()
+        made = SpectrumKVConfig(**{"transfer_log": log, "scorer": "random", **config})
         self.rank = PrefillRank(
             view=self.view,
-            config=SpectrumKVConfig(**{"transfer_log": log, "scorer": "random", **config}),
+            config=made,
+            served=serve_candidates(made, made, self.view, _no_model) if made.controller.enabled else None,
             engine=self.engine,
             page_size=geometry.page_size,
             page_bytes=geometry.page_size * geometry.native_bytes_per_token,

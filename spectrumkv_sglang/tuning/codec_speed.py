@@ -1,0 +1,40 @@
+"""How fast each candidate's KV is packed and unpacked, from our own transfers."""
+
+from __future__ import annotations
+
+import math
+from statistics import median
+
+from spectrumkv_sglang.tuning.frontier import NATIVE, Candidate
+
+SPEED_WEIGHT = 0.3
+FULL_WEIGHT_BYTES = 1024 * 1024
+"""Smaller transfers count for less: what they take is mostly the launch of kernels."""
+
+
+class CodecSpeeds:
+    """Seconds a native byte, 1 / S, of each candidate. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._seconds_per_byte: dict[str, float] = {}
+
+    def add(self, candidate: Candidate, native_bytes: float, seconds: float) -> bool:
+        """Take in that packing and unpacking ``native_bytes`` took ``seconds``; False: refused as absurd."""
+        if not (math.isfinite(native_bytes) and math.isfinite(seconds) and native_bytes > 0 and seconds > 0):
+            return False
+        sample, before = seconds / native_bytes, self._seconds_per_byte.get(candidate.name)
+        weight = SPEED_WEIGHT * min(1.0, native_bytes / FULL_WEIGHT_BYTES)
+        # Of logarithms, so that one slow transfer among fast ones does not count for all of them.
+        self._seconds_per_byte[candidate.name] = sample if before is None else before * (sample / before) ** weight
+        return True
+
+    def of(self, candidate: Candidate) -> float:
+        """1 / S in seconds a byte: measured, else what the candidate states, else the median of what was measured."""
+        if candidate is NATIVE:
+            return 0.0
+        measured = self._seconds_per_byte.get(candidate.name)
+        if measured is not None:
+            return measured
+        if candidate.speed is not None:
+            return 1.0 / candidate.speed
+        return median(self._seconds_per_byte.values()) if self._seconds_per_byte else 0.0
