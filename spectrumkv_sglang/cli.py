@@ -13,6 +13,7 @@ from rich.console import Console
 
 from spectrumkv_sglang.calibration.command import calibrate
 from spectrumkv_sglang.errors import SpectrumKVError
+from spectrumkv_sglang.tuning.simulate_command import simulate
 
 EXIT_CODES = "Exit codes: 0 fine, 1 a problem that stops SpectrumKV, 2 wrong usage."
 
@@ -25,6 +26,7 @@ app = typer.Typer(
 )
 
 app.command(epilog=EXIT_CODES)(calibrate)
+app.command(epilog=EXIT_CODES)(simulate)
 
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON as well.")]
 

@@ -88,7 +88,7 @@ def serve_candidates(
     *,
     speaks: bool = True,
 ) -> ServedCandidates:
-    """The candidates of ``asked.controller`` that the probe's record and the pool allow.
+    """The candidates of ``asked.controller`` that the probe's record and the pool allow, and the safe one.
 
     The rules are those of the configured profile: without a record of a probe that fits, a candidate has HIGH and MID
     only, and one that does not reach its budget with these, or that is unsafe in these, is left out and said so.
@@ -120,6 +120,7 @@ def serve_candidates(
         name = f"{own.profile.name}@{own.budget:g}"
         safe = candidates.get(name) or Candidate(name, _expected_b(own, view), _own_kl(asked, own))
         policies.setdefault(name, own)
+        candidates[name] = safe  # what the operator serves by is always among them
     logger.log(
         logging.INFO if speaks else logging.DEBUG,
         "SpectrumKV controller: candidates %s beside SGLang's own path, safe is %s",

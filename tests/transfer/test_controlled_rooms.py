@@ -221,7 +221,7 @@ def test_candidates_that_no_probe_has_proven_are_left_out(
     with caplog.at_level(logging.INFO):
         found = served(source, require_probe=True, profile="int8", budget=0.6, controller=controller)
     # Eight bits and their scales are .53 of a pool in bfloat16 with values of 32: LOW would be needed for less.
-    assert [c.name for c in found.candidates] == ["native-packed@1", "spectrum-paper@0.6"]
+    assert [c.name for c in found.candidates] == ["native-packed@1", "spectrum-paper@0.6", "int8@0.6"]
     assert found.policies["spectrum-paper@0.6"].allowed_tiers == (Tier.HIGH, Tier.MID)
     assert found.safe.name == "int8@0.6"
     assert found.observe_attention
@@ -235,7 +235,7 @@ def test_what_is_unsafe_in_every_tier_is_left_out(make_prefill: MakePrefill, cap
     controller = {"enabled": True, "candidates": candidates, "safe": "aggressive@0.2"}
     with caplog.at_level(logging.INFO):
         found = served(source, require_probe=True, profile="int8", budget=0.6, controller=controller)
-    assert found.candidates == ()
+    assert found.candidates == (found.safe,)
     assert found.safe.name == "int8@0.6"
     assert "candidate aggressive@0.2 is left out" in caplog.text
     assert ProbeState.MISSING.meaning in caplog.text
