@@ -39,7 +39,7 @@ from spectrumkv_sglang.transfer.slot_memory import SlotMemory
 from spectrumkv_sglang.transfer.slot_pool import SlotPool
 from spectrumkv_sglang.transfer.tier_agreement import forbidden_in
 from spectrumkv_sglang.transfer.warm_up import warm_up
-from spectrumkv_sglang.tuning.controller import Decision
+from spectrumkv_sglang.tuning.decision import Decision
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import ArrayLike
 
-from spectrumkv_sglang.tuning.controller import Ask, Controller, Decision, Measured
+from spectrumkv_sglang.tuning.controller import Controller
+from spectrumkv_sglang.tuning.decision import Ask, Decision, Measured
 from spectrumkv_sglang.tuning.frontier import NATIVE, Candidate
 from spectrumkv_sglang.tuning.request_limits import RequestLimits
 from spectrumkv_sglang.tuning.settings import ControllerSettings
@@ -172,6 +172,6 @@ def unknown_speeds(candidates: Sequence[Candidate]) -> list[Candidate]:
     return [replace(candidate, speed=None) for candidate in candidates]
 
 
-def _percentiles(values: ArrayLike) -> dict[str, float]:
-    p50, p90, p99 = np.percentile(np.asarray(values, dtype=np.float64), [50, 90, 99])
+def _percentiles(values: Sequence[float]) -> dict[str, float]:
+    p50, p90, p99 = np.percentile(values, [50, 90, 99])
     return {"mean": float(np.mean(values)), "p50": float(p50), "p90": float(p90), "p99": float(p99)}

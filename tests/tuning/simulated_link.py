@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from spectrumkv_sglang.tuning.controller import Ask, Controller, Decision, Measured
+from spectrumkv_sglang.tuning.controller import Controller
+from spectrumkv_sglang.tuning.decision import Ask, Decision, Measured
 from spectrumkv_sglang.tuning.frontier import NATIVE, Candidate
 from spectrumkv_sglang.tuning.settings import ControllerSettings
 

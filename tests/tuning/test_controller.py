@@ -22,7 +22,8 @@ from simulated_link import (
 )
 
 from spectrumkv_sglang.observability.reasons import DecisionReason
-from spectrumkv_sglang.tuning.controller import Ask, Controller, Measured
+from spectrumkv_sglang.tuning.controller import Controller
+from spectrumkv_sglang.tuning.decision import Ask, Measured
 from spectrumkv_sglang.tuning.frontier import NATIVE, Candidate
 from spectrumkv_sglang.tuning.request_limits import RequestLimits, read_limits
 from spectrumkv_sglang.tuning.settings import ControllerSettings
