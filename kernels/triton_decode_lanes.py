@@ -6,6 +6,7 @@ numbers, which tensor cores transform and which subtract exactly.
 
 # Triton reads the annotations of kernels, so only what it knows can stand there; its tuples grow by concatenation only.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, misc"
+# mypy: disable-error-code="var-annotated, unreachable"
 # ruff: noqa: RUF005, SIM109
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ float16. As in `triton_encode` a tile with a number that is not ordinary is enco
 
 # Triton reads the annotations of kernels, so only what it knows can stand there; its tuples grow by concatenation only.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, misc"
+# mypy: disable-error-code="var-annotated, unreachable"
 # ruff: noqa: RUF005, SIM108, SIM109
 
 from __future__ import annotations

@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 MOST_BYTES_PER_SECOND = 10e12 / 8
 """10 Tb/s: no link that a transfer engine writes over is faster."""
+LEAST_BYTES_PER_SECOND = 1.0
+"""No write ends in time on a slower one."""
 SAMPLE_BYTES = 1024 * 1024
 SAMPLE_SECONDS = 0.02
 """Smaller and shorter windows are added up until they come to one of these: they show latency, not the rate."""
@@ -64,7 +66,7 @@ class LinkBandwidth:
             return False
         if not (math.isfinite(size) and math.isfinite(seconds) and size > 0 and seconds > 0):
             return self._refuse()
-        if size / seconds > MOST_BYTES_PER_SECOND:
+        if not LEAST_BYTES_PER_SECOND <= size / seconds <= MOST_BYTES_PER_SECOND:
             return self._refuse()
         self._refused = 0
         if self.estimate(now) is None:

@@ -10,6 +10,8 @@ from spectrumkv_sglang.tuning.frontier import NATIVE, Candidate
 SPEED_WEIGHT = 0.3
 FULL_WEIGHT_BYTES = 1024 * 1024
 """Smaller transfers count for less: what they take is mostly the launch of kernels."""
+LEAST_SECONDS_PER_BYTE, MOST_SECONDS_PER_BYTE = 1e-15, 1.0
+"""No codec is faster than a petabyte a second, and none that is slower than a byte a second is used."""
 
 
 class CodecSpeeds:
@@ -23,6 +25,8 @@ class CodecSpeeds:
         if not (math.isfinite(native_bytes) and math.isfinite(seconds) and native_bytes > 0 and seconds > 0):
             return False
         sample, before = seconds / native_bytes, self._seconds_per_byte.get(candidate.name)
+        if not LEAST_SECONDS_PER_BYTE <= sample <= MOST_SECONDS_PER_BYTE:
+            return False
         weight = SPEED_WEIGHT * min(1.0, native_bytes / FULL_WEIGHT_BYTES)
         # Of logarithms, so that one slow transfer among fast ones does not count for all of them.
         self._seconds_per_byte[candidate.name] = sample if before is None else before * (sample / before) ** weight

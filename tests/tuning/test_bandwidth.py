@@ -34,6 +34,7 @@ def test_nothing_is_known_before_the_first_sample() -> None:
         (math.inf, 1.0),
         (SIZE, math.inf),
         (SIZE, 1e-12),
+        (1e-265, 1e58),
     ],
 )
 def test_an_absurd_sample_changes_nothing_and_a_broken_source_all(size: float, seconds: float) -> None:
