@@ -23,7 +23,13 @@ from spectrumkv_sglang.kernels.triton_lane_words import store_planes
 from spectrumkv_sglang.kernels.triton_padding import pad_segment
 from spectrumkv_sglang.kernels.triton_running_sum import BLOCK_WORDS, add_sums, add_words, sum_within_block
 from spectrumkv_sglang.kernels.triton_runs import ELEMENTS_PER_LANE as _ELEMENTS_PER_LANE
-from spectrumkv_sglang.kernels.triton_tiles import GROUP_SCALARS, has_capability, lane_constants, launch_groups
+from spectrumkv_sglang.kernels.triton_tiles import (
+    GROUP_SCALARS,
+    LANES_INTERPRETED,
+    has_capability,
+    lane_constants,
+    launch_groups,
+)
 
 TURNS = 8
 """Of a program: each takes as many heads as its lanes hold."""
@@ -223,4 +229,5 @@ def pack_lanes(
         "CHECKSUM": checksum,
     }
     pointers = (pool.view(torch.int64), payload, block_sums, launch.slots, launch.table)
-    launch_groups(_pack_lanes, launch.groups, dict.fromkeys(Precision, shape), pointers, device, constants)
+    shapes = dict.fromkeys(Precision, shape)
+    launch_groups(_pack_lanes, launch.groups, shapes, pointers, device, constants, LANES_INTERPRETED)

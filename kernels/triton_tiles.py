@@ -25,7 +25,9 @@ GROUP_SCALARS = tuple(
 )
 """Arguments of a kernel that say how large its groups are; no reason to compile it anew."""
 
-_INTERPRETED = TileShape(1024, 1)
+INTERPRETED = TileShape(1024, 1)
+LANES_INTERPRETED = TileShape(4096, 1)
+"""Larger: an operation on each of 32 registers costs the interpreter as much as one on all of them."""
 
 
 def launch(
@@ -62,14 +64,15 @@ def launch_groups(
     pointers: tuple[torch.Tensor, ...],
     device: torch.device,
     constants: Mapping[str, Any],
+    interpreted: TileShape = INTERPRETED,
 ) -> None:
     """Launch a kernel that packs or unpacks every segment of some groups, tile by tile.
 
     The kernel takes ``pointers``, the `GROUP_SCALARS`, slot stride and head stride, and ``constants`` beside what
-    groups and shapes say.
+    groups and shapes say. Triton's interpreter gets tiles of the shape ``interpreted``.
     """
-    interpreted = device.type != "cuda"
-    cut = _cut(groups, tuple(_INTERPRETED if interpreted else shapes[group.precision] for group in groups))
+    compiled = device.type == "cuda"
+    cut = _cut(groups, tuple(shapes[group.precision] if compiled else interpreted for group in groups))
     if cut.programs:
         launch(kernel, cut.programs, device, cut.shape, (*pointers, *cut.scalars), {**cut.constants, **constants})
 

@@ -21,7 +21,13 @@ from spectrumkv_sglang.kernels.segment_group import TABLE_COLUMNS, GroupLaunch, 
 from spectrumkv_sglang.kernels.triton_decode_lanes import decode_lanes, store_floats, store_pairs
 from spectrumkv_sglang.kernels.triton_pool import writable_rows
 from spectrumkv_sglang.kernels.triton_runs import ELEMENTS_PER_LANE as _ELEMENTS_PER_LANE
-from spectrumkv_sglang.kernels.triton_tiles import GROUP_SCALARS, has_capability, lane_constants, launch_groups
+from spectrumkv_sglang.kernels.triton_tiles import (
+    GROUP_SCALARS,
+    LANES_INTERPRETED,
+    has_capability,
+    lane_constants,
+    launch_groups,
+)
 
 TURNS = 8
 """Of a program: each takes as many heads as its lanes hold."""
@@ -184,4 +190,5 @@ def unpack_lanes(
         "HARDWARE": has_capability(device, 8, 0),
     }
     pointers = (pool.view(torch.int64), payload, verdict, launch.slots, launch.table)
-    launch_groups(_unpack_lanes, launch.groups, dict.fromkeys(Precision, shape), pointers, device, constants)
+    shapes = dict.fromkeys(Precision, shape)
+    launch_groups(_unpack_lanes, launch.groups, shapes, pointers, device, constants, LANES_INTERPRETED)
