@@ -143,7 +143,8 @@ def _ordinary_bits(
             results = results + (tl.fma(moved, last, floor).to(tl.int32, bitcast=True),)
     else:
         factor = _like(FACTOR / divisor, x[0])
-        addend = _like(_FLOOR - zero.to(tl.float32) / divisor, x[0])
+        # The constant comes last: the interpreter takes what begins with one for a constant.
+        addend = _like(-zero.to(tl.float32) / divisor + _FLOOR, x[0])
         for j in tl.static_range(32):
             results = results + (tl.fma(x[j], factor, addend).to(tl.int32, bitcast=True),)
     return results

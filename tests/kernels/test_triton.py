@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.parametrize(
-    ("cases", "at_least"), [("triton_against_reference.py", 113), ("triton_planes_against_reference.py", 80)]
+    ("cases", "at_least"), [("triton_against_reference.py", 113), ("triton_planes_against_reference.py", 130)]
 )
 def test_interpreted_kernels_equal_the_reference(cases: str, at_least: int) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

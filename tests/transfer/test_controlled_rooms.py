@@ -147,14 +147,17 @@ def test_the_link_is_measured_by_the_writes_themselves(make_rank: MakeRank, make
     decisions = source.rank.decisions
     assert decisions is not None
     assert decisions.controller.bandwidths() is None
-    outcome, _, _ = send(source, rank, 1)
-    assert outcome.record is not None
-    assert outcome.record["decision"] == "no_sample"
-    rates = decisions.controller.bandwidths()
+    rooms = 0
+    # On a busy machine the end of a write may be noticed too late to say anything of the link.
+    while (rates := decisions.controller.bandwidths()) is None and rooms < 20:
+        rooms += 1
+        outcome, _, _ = send(source, rank, rooms)
+        assert outcome.record is not None
+        assert outcome.record["decision"] == "no_sample"
     assert rates is not None
     # Loopback TCP of small payloads: somewhere between a slow link and memory.
     assert 0.01 * GBPS < rates[0] < 400 * GBPS
-    again, _, _ = send(source, rank, 2)
+    again, _, _ = send(source, rank, rooms + 1)
     assert again.record is not None
     assert again.record["decision"] != "no_sample"
 
