@@ -42,10 +42,9 @@ from spectrumkv_sglang.config_file import (
 )
 from spectrumkv_sglang.importance.scorers import Scorer, make_scorer, scorer_names
 from spectrumkv_sglang.payload.layout import bytes_per_row
-from spectrumkv_sglang.profiles.errors import ProfileError
 from spectrumkv_sglang.profiles.profile import Profile, load_profile
 from spectrumkv_sglang.profiles.tier import Tier, require_high
-from spectrumkv_sglang.tuning.settings import ControllerSettings
+from spectrumkv_sglang.tuning.settings import ControllerSettings, ProfileName
 from spectrumkv_sglang.verification.enforcement import TierDecision, decide_tiers
 from spectrumkv_sglang.verification.fingerprint import ModelFingerprint
 from spectrumkv_sglang.verification.record import ProbedPolicy, ProbeRecord, profile_digest
@@ -107,7 +106,9 @@ class SpectrumKVConfig(BaseSettings):
     allowed_tiers: Annotated[tuple[Tier, ...], BeforeValidator(_tiers_from_text)] = Field(
         default=(Tier.HIGH, Tier.MID, Tier.LOW), description="token tiers that may be used; high is always among them"
     )
-    profile: str = Field(default="balanced", description="name of a shipped precision profile, or path of a .yaml file")
+    profile: ProfileName = Field(
+        default="balanced", description="name of a shipped precision profile, or path of a .yaml file"
+    )
     sink_tokens: int = Field(
         default=4, ge=0, le=65536, description="first tokens of a prompt that are always HIGH; tokens"
     )
@@ -203,15 +204,6 @@ class SpectrumKVConfig(BaseSettings):
     @classmethod
     def _high_is_allowed(cls, tiers: tuple[Tier, ...]) -> tuple[Tier, ...]:
         return require_high(tiers)
-
-    @field_validator("profile")
-    @classmethod
-    def _profile_is_known(cls, name: str) -> str:
-        try:
-            load_profile(name)
-        except ProfileError as error:
-            raise ValueError(str(error)) from error
-        return name
 
     @field_validator("scorer")
     @classmethod

@@ -5,13 +5,34 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from spectrumkv_sglang.profiles.errors import ProfileError
 from spectrumkv_sglang.profiles.profile import load_profile
 
 MOST_CANDIDATES = 16
 MOST_KL = 100.0
+
+
+def _known_profile(name: str) -> str:
+    try:
+        load_profile(name)
+    except ProfileError as error:
+        raise ValueError(str(error)) from error
+    return name
+
+
+ProfileName = Annotated[str, AfterValidator(_known_profile)]
+"""Of a shipped profile, or the path of a .yaml file that can be read."""
 
 
 class _Strict(BaseModel):
@@ -28,7 +49,7 @@ class _Strict(BaseModel):
 class CandidateSettings(_Strict):
     """A profile at a budget, and what it costs in accuracy."""
 
-    profile: str = Field(description="name of a shipped precision profile, or path of a .yaml file")
+    profile: ProfileName = Field(description="name of a shipped precision profile, or path of a .yaml file")
     budget: float = Field(gt=0, le=1, description="b, wire bytes / native bytes")
     kl: float = Field(ge=0, le=MOST_KL, description="expected KL divergence from native; nats a token")
     speed: float | None = Field(
@@ -37,15 +58,6 @@ class CandidateSettings(_Strict):
         le=1e15,
         description="native bytes a second through pack and unpack, until some were measured",
     )
-
-    @field_validator("profile")
-    @classmethod
-    def _profile_is_known(cls, name: str) -> str:
-        try:
-            load_profile(name)
-        except ProfileError as error:
-            raise ValueError(str(error)) from error
-        return name
 
     @property
     def label(self) -> str:
