@@ -13,7 +13,7 @@ from rich.console import Console
 
 from spectrumkv_sglang.calibration.command import calibrate
 from spectrumkv_sglang.errors import SpectrumKVError
-from spectrumkv_sglang.tuning.simulate_command import simulate
+from spectrumkv_sglang.simulation.command import simulate
 
 EXIT_CODES = "Exit codes: 0 fine, 1 a problem that stops SpectrumKV, 2 wrong usage."
 

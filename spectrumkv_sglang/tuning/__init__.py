@@ -1,1 +1,1 @@
-"""What a link and a codec let a transfer cost: models that sizing and online decisions share."""
+"""What a link and a codec let a transfer cost, and the controller that decides by it."""

@@ -10,10 +10,8 @@ from simulated_link import AGGRESSIVE, BALANCED, CANDIDATES, GBPS, NEAR, SPEEDS
 from typer.testing import CliRunner
 
 from spectrumkv_sglang.cli import app
-from spectrumkv_sglang.tuning.frontier import NATIVE, Candidate
-from spectrumkv_sglang.tuning.replay import Cluster, ReplayResult, replay
-from spectrumkv_sglang.tuning.settings import ControllerSettings
-from spectrumkv_sglang.tuning.traces import (
+from spectrumkv_sglang.simulation.replay import Cluster, ReplayResult, replay
+from spectrumkv_sglang.simulation.traces import (
     BandwidthTrace,
     Request,
     TraceError,
@@ -21,6 +19,8 @@ from spectrumkv_sglang.tuning.traces import (
     read_bandwidth,
     read_requests,
 )
+from spectrumkv_sglang.tuning.frontier import NATIVE, Candidate
+from spectrumkv_sglang.tuning.settings import ControllerSettings
 
 CLUSTER = Cluster(
     prefill_ranks=1,

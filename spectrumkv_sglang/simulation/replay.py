@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from spectrumkv_sglang.simulation.traces import BandwidthTrace, Request
 from spectrumkv_sglang.tuning.controller import Controller
 from spectrumkv_sglang.tuning.decision import Ask, Decision, Measured
 from spectrumkv_sglang.tuning.frontier import NATIVE, Candidate
 from spectrumkv_sglang.tuning.request_limits import RequestLimits
 from spectrumkv_sglang.tuning.settings import ControllerSettings
-from spectrumkv_sglang.tuning.traces import BandwidthTrace, Request
 
 _DECODE = "decode"
 

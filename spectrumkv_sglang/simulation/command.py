@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from spectrumkv_sglang.tuning.replay import ReplayResult
+    from spectrumkv_sglang.simulation.replay import ReplayResult
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,10 @@ def simulate(
 ) -> None:
     """Replay requests over a link: the controller beside each fixed candidate and native; TTFT, JCT, bytes, KL."""
     from spectrumkv_sglang.config import load_config
-    from spectrumkv_sglang.tuning import replay as work
+    from spectrumkv_sglang.simulation import replay as work
+    from spectrumkv_sglang.simulation.traces import BandwidthTrace, poisson_requests, read_bandwidth, read_requests
     from spectrumkv_sglang.tuning.frontier import NATIVE, Candidate
     from spectrumkv_sglang.tuning.link_model import bytes_per_second
-    from spectrumkv_sglang.tuning.traces import BandwidthTrace, poisson_requests, read_bandwidth, read_requests
 
     loaded = load_config(config, {})
     settings = loaded.controller

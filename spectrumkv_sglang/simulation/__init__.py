@@ -1,0 +1,1 @@
+"""What the controller would choose: requests and links replayed."""
