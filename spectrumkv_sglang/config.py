@@ -115,7 +115,7 @@ class SpectrumKVConfig(BaseSettings):
     recent_tokens: int = Field(
         default=64, ge=0, le=1048576, description="last tokens of a prompt, the first to leave the lowest tier; tokens"
     )
-    min_tokens: int = Field(default=64, ge=0, le=1048576, description="shorter chunks travel native, packed; tokens")
+    min_tokens: int = Field(default=64, ge=0, le=1048576, description="shorter prompts travel native, packed; tokens")
     scorer: str = Field(default="window", description="where token importance comes from: " + ", ".join(scorer_names()))
     scorer_window: int = Field(
         default=32, ge=0, le=65536, description="last queries of a chunk that are observed; queries"
