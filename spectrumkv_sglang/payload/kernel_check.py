@@ -7,6 +7,7 @@ process.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
@@ -36,7 +37,8 @@ Unpack = Callable[[torch.Tensor, KVBuffers, torch.Tensor, "np.ndarray", PayloadL
 def disagreement(
     table: PrecisionTable, geometry: KVGeometry, device: torch.device, pack: Pack, unpack: Unpack
 ) -> str | None:
-    """How the kernels of a table differ from the reference, or None if they do not.
+    """How the kernels of a table differ from the reference, or None if they do not. What stops the comparison is a
+    difference, too, and is remembered like one.
 
     Args:
         table: whose kernels.
@@ -44,6 +46,15 @@ def disagreement(
         device: a GPU.
         pack, unpack: the codec's; the last argument is the backend.
     """
+    try:
+        return _difference(table, geometry, device, pack, unpack)
+    except Exception as error:  # noqa: BLE001 (out of memory, no Triton, no compiler: torch takes over)
+        return f"they could not be tried: {type(error).__name__}: {str(error)[:200]}"
+
+
+def _difference(
+    table: PrecisionTable, geometry: KVGeometry, device: torch.device, pack: Pack, unpack: Unpack
+) -> str | None:
     small = distinct_layers(table)
     shape = replace(geometry, layers=small.layers, page_size=1)
     tiers = np.repeat(np.arange(small.tiers, dtype=np.uint8), ROWS_PER_TIER)
@@ -61,14 +72,19 @@ def disagreement(
             decoded[packed_by, unpacked_by] = [*target.k, *target.v]
     for packed_by in payloads:
         pairs = zip(decoded[packed_by, "triton"], decoded[packed_by, "torch"], strict=True)
-        worst = max(farthest(ours, theirs) for ours, theirs in pairs)
-        if not worst <= MOST_OF_A_ROW:
+        worst = _worst([farthest(ours, theirs) for ours, theirs in pairs])
+        if worst > MOST_OF_A_ROW:
             return f"unpacked elements are off by {worst:.2g} of their row's largest (expected {MOST_OF_A_ROW:.2g})"
     pairs = zip(decoded["triton", "torch"], decoded["torch", "torch"], strict=True)
-    worst = max(noise(ours, theirs) for ours, theirs in pairs)
-    if not worst <= MOST_NOISE:
+    worst = _worst([noise(ours, theirs) for ours, theirs in pairs])
+    if worst > MOST_NOISE:
         return f"what was packed differs by {worst:.2g} of its size (expected {MOST_NOISE:.2g})"
     return None
+
+
+def _worst(differences: list[float]) -> float:
+    """The largest; infinite if one of them is no number."""
+    return math.inf if any(math.isnan(difference) for difference in differences) else max(differences)
 
 
 def _random_pool(geometry: KVGeometry, rows: int, device: torch.device) -> KVBuffers:

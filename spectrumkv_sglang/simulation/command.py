@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -38,15 +39,19 @@ def simulate(
         Path | None, typer.Option(metavar="FILE", help="CSV of from_s,gbps; default: --gbps all the time.")
     ] = None,
     gbps: Annotated[float, typer.Option(min=1e-6, help="Rate of each prefill rank's link, Gb/s.")] = 25.0,
-    count: Annotated[int, typer.Option(min=1, help="Requests to draw.")] = 1000,
+    count: Annotated[int, typer.Option(min=1, max=10**7, help="Requests to draw.")] = 1000,
     per_second: Annotated[float, typer.Option(min=1e-9, help="Requests a second, a Poisson process.")] = 1.0,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Median of the prompts' lengths.")] = 8192,
-    output_tokens: Annotated[int, typer.Option(min=1, help="Median of the outputs' lengths.")] = 256,
-    spread: Annotated[float, typer.Option(min=0, help="Standard deviation of the lengths' logarithm.")] = 0.5,
-    prefill_ranks: Annotated[int, typer.Option(min=1, help="Prefill ranks, each with a link of its own.")] = 1,
+    prompt_tokens: Annotated[int, typer.Option(min=1, max=10**8, help="Median of the prompts' lengths.")] = 8192,
+    output_tokens: Annotated[int, typer.Option(min=1, max=10**8, help="Median of the outputs' lengths.")] = 256,
+    spread: Annotated[float, typer.Option(min=0, max=4, help="Standard deviation of the lengths' logarithm.")] = 0.5,
+    prefill_ranks: Annotated[
+        int, typer.Option(min=1, max=65536, help="Prefill ranks, each with a link of its own.")
+    ] = 1,
     prefill_rate: Annotated[float, typer.Option(min=1e-9, help="Tokens a second that a rank prefills.")] = 20000.0,
     decode_ms: Annotated[float, typer.Option(min=0, help="Milliseconds of a decoded token.")] = 20.0,
-    kv_bytes: Annotated[int, typer.Option(min=1, help="Native KV bytes of a token; Llama 3.1 8B: 131072.")] = 131072,
+    kv_bytes: Annotated[
+        int, typer.Option(min=1, max=10**9, help="Native KV bytes of a token; Llama 3.1 8B: 131072.")
+    ] = 131072,
     codec_gbs: Annotated[
         float, typer.Option(min=1e-9, help="GB/s of native KV through pack and unpack, where no candidate says.")
     ] = 40.0,
@@ -63,10 +68,13 @@ def simulate(
     from spectrumkv_sglang.tuning.frontier import NATIVE, Candidate
     from spectrumkv_sglang.tuning.link_model import bytes_per_second
 
-    loaded = load_config(config, {})
+    loaded = load_config(config)
     settings = loaded.controller
     candidates = [Candidate(item.label, item.budget, item.kl, item.speed) for item in settings.candidates]
-    safe = next((item for item in candidates if item.name == settings.safe), candidates[0])
+    own = f"{loaded.loaded_profile.name}@{loaded.budget:g}"
+    if own not in [item.name for item in candidates]:  # a server's own profile is always among them
+        candidates.append(Candidate(own, loaded.budget, math.inf if settings.safe_kl is None else settings.safe_kl))
+    safe = next(item for item in candidates if item.name == (settings.safe or own))
     asked = (
         read_requests(requests)
         if requests is not None

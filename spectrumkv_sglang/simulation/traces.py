@@ -20,6 +20,8 @@ from spectrumkv_sglang.tuning.link_model import bytes_per_second
 
 Row = TypeVar("Row")
 
+MOST_TOKENS = 10**8
+
 
 class TraceError(SpectrumKVError):
     """A trace that cannot be read or makes no sense; names the file and the line."""
@@ -89,9 +91,12 @@ def read_requests(path: Path) -> list[Request]:
     """Requests from a file, in the order of their arrival. TraceError: the file and line that cannot be used."""
 
     def parse(row: dict[str, str]) -> Request:
+        for name in ("prompt_tokens", "output_tokens"):
+            if not 0 < int(row[name]) <= MOST_TOKENS:
+                raise ValueError(f"{name} is {row[name][:40]}, expected 1 to {MOST_TOKENS}")
         request = Request(float(row["arrival_s"]), int(row["prompt_tokens"]), int(row["output_tokens"]))
-        if not (0 <= request.arrival_s < math.inf and request.prompt_tokens > 0 and request.output_tokens > 0):
-            raise ValueError("expected an arrival of at least 0 and tokens above 0")
+        if not 0 <= request.arrival_s < math.inf:
+            raise ValueError(f"arrival_s is {request.arrival_s}, expected seconds of at least 0")
         return request
 
     return sorted(_read(path, parse), key=lambda request: request.arrival_s)
@@ -108,13 +113,17 @@ def read_bandwidth(path: Path) -> BandwidthTrace:
 
 def _read(path: Path, parse: Callable[[dict[str, str]], Row]) -> list[Row]:
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:
             rows: list[Row] = []
             for number, row in enumerate(csv.DictReader(file), 2):
                 try:
                     rows.append(parse(row))
-                except (KeyError, TypeError, ValueError, SpectrumKVError) as error:
-                    raise TraceError(f"{path}, line {number}: {error!r}: see `spectrumkv simulate --help`") from error
+                except KeyError as error:
+                    raise TraceError(f"{path} has no column {error}: see `spectrumkv simulate --help`") from error
+                except TypeError as error:
+                    raise TraceError(f"{path}, line {number}: it has fewer fields than the header") from error
+                except (ValueError, SpectrumKVError) as error:
+                    raise TraceError(f"{path}, line {number}: {str(error)[:200]}") from error
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise TraceError(f"cannot read trace {path}: {error}") from error
     if not rows:

@@ -83,7 +83,16 @@ class MooncakeWrites:
         Raises:
             ChunkFailedError: as :meth:`wait`.
         """
-        status = self._engine.transfer_check_status(write.handle)
+        try:
+            status = self._engine.transfer_check_status(write.handle)
+        except Exception as error:
+            if self._clock is not None:
+                self._clock.failed(write.session, write.length)
+            raise ChunkFailedError(
+                FailureCause.WRITE_FAILED,
+                f"Mooncake does not say what became of a write of {write.length} bytes to {write.session}: {error}",
+                peer_suspect=True,
+            ) from error
         now = time.monotonic()
         if status == 1:
             if self._clock is not None:

@@ -131,6 +131,7 @@ class RoomDecisions:
                 f"room {room} gets the safe candidate, its custom parameter `spectrumkv` was not understood: "
                 f"{limits.problem}",
             )
+            limits = replace(limits, problem="not understood")  # said above; thousands of requests are remembered
         with self._lock:
             self._expected[room] = _Expected(limits, time.monotonic())
             self._expected.move_to_end(room)
@@ -235,8 +236,9 @@ class RoomDecisions:
 
     def _tell(self) -> None:
         """Bring the metrics up to what the controller counted."""
-        counts, bandwidths = self.controller.counts, self.controller.bandwidths()
-        with self._lock:
+        bandwidths = self.controller.bandwidths()
+        with self._lock:  # another thread's counts must not come between
+            counts = self.controller.counts
             told, self._told = self._told, counts
         self._metrics.controller(
             switches=counts.switches - told.switches,

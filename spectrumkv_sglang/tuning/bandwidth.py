@@ -69,15 +69,19 @@ class LinkBandwidth:
         if not LEAST_BYTES_PER_SECOND <= size / seconds <= MOST_BYTES_PER_SECOND:
             return self._refuse()
         self._refused = 0
-        if self.estimate(now) is None:
-            self._start(size, seconds, now)
-            return True
-        self._sampled_at = now
+        unknown = self.estimate(now) is None
+        if unknown and self._rate is not None:
+            self._forget()  # too old
         self._bytes += size
         self._seconds += seconds
+        if not unknown:
+            self._sampled_at = now
         if self._bytes >= SAMPLE_BYTES or self._seconds >= SAMPLE_SECONDS:
             size, seconds, self._bytes, self._seconds = self._bytes, self._seconds, 0.0, 0.0
-            self._take(size, seconds)
+            if unknown:
+                self._start(size, seconds, now)
+            else:
+                self._take(size, seconds)
         return True
 
     def estimate(self, now: float) -> float | None:

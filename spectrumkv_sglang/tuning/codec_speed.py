@@ -10,6 +10,8 @@ from spectrumkv_sglang.tuning.frontier import NATIVE, Candidate
 SPEED_WEIGHT = 0.3
 FULL_WEIGHT_BYTES = 1024 * 1024
 """Smaller transfers count for less: what they take is mostly the launch of kernels."""
+MOST_SLOWER = 4.0
+"""A sample counts as at most so many times slower than what is known: one stall is no speed."""
 LEAST_SECONDS_PER_BYTE, MOST_SECONDS_PER_BYTE = 1e-15, 1.0
 """No codec is faster than a petabyte a second, and none that is slower than a byte a second is used."""
 
@@ -27,6 +29,8 @@ class CodecSpeeds:
         sample, before = seconds / native_bytes, self._seconds_per_byte.get(candidate.name)
         if not LEAST_SECONDS_PER_BYTE <= sample <= MOST_SECONDS_PER_BYTE:
             return False
+        if before is not None:
+            sample = min(sample, before * MOST_SLOWER)
         weight = SPEED_WEIGHT * min(1.0, native_bytes / FULL_WEIGHT_BYTES)
         # Of logarithms, so that one slow transfer among fast ones does not count for all of them.
         self._seconds_per_byte[candidate.name] = sample if before is None else before * (sample / before) ** weight

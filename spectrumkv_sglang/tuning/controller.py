@@ -131,7 +131,7 @@ class Controller:
     def _fastest(self, ask: Ask, peer: _Peer, base: Decision, bandwidth: float) -> Decision:
         situation = self._situation(base, ask)
         possible = situation[0]
-        x = (peer.sending + 1) / bandwidth
+        x = max(1, peer.sending) / bandwidth  # the room itself is under way when it is decided
         if len(possible) == 1:
             seconds = self._expected(NATIVE, ask.native_bytes, x, peer)
             return replace(base, candidate=NATIVE, reason=DecisionReason.FIXED, expected_s=seconds)
@@ -288,7 +288,9 @@ class Controller:
             if decision.allowance_s is not None:
                 violated = measured.seconds > decision.allowance_s
                 self._counts.violations += violated
-                peer.cooldowns.add(candidate.name, violated)
+                # What was expected to be late says nothing against the candidate.
+                if decision.expected_s is None or decision.expected_s <= decision.allowance_s:
+                    peer.cooldowns.add(candidate.name, violated)
 
     # ---- books ---------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ A request can only ask for more accuracy than the server's configuration, and fo
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,8 @@ class RequestLimits:
 
 
 NO_LIMITS = RequestLimits()
+MOST_NAMES, MOST_PROBLEMS = 8, 3
+"""Names of a request that are looked at, and problems that are said."""
 
 
 def read_limits(value: Any) -> RequestLimits:
@@ -39,9 +42,10 @@ def read_limits(value: Any) -> RequestLimits:
         return NO_LIMITS
     if not isinstance(value, dict):
         return RequestLimits(problem=f"expected an object with {' and '.join(_NAMES)}, got {type(value).__name__}")
-    problems = [
-        f"unknown name {str(name)[:40]!r}, expected {' or '.join(_NAMES)}" for name in value if name not in _NAMES
-    ]
+    unknown = [name for name in itertools.islice(value, MOST_NAMES) if name not in _NAMES]
+    problems = [f"unknown name {_shown(name)}, expected {' or '.join(_NAMES)}" for name in unknown[:MOST_PROBLEMS]]
+    if len(value) > MOST_NAMES:
+        problems.append(f"{len(value)} names, expected {' and '.join(_NAMES)}")
     target = _number(value, "ttft_target_s", problems)
     if target == 0:
         problems.append("ttft_target_s is 0, expected seconds above 0")
@@ -54,6 +58,14 @@ def _number(value: dict[Any, Any], name: str, problems: list[str]) -> float | No
     if found is None:
         return None
     if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0 <= found <= _MOST:
-        problems.append(f"{name} is {str(found)[:40]!r}, expected a number from 0 to {_MOST:g}")
+        problems.append(f"{name} is {_shown(found)}, expected a number from 0 to {_MOST:g}")
         return None
     return float(found)
+
+
+def _shown(value: Any) -> str:
+    """A client's value in an error; only its type where printing it could cost much, or fail."""
+    if isinstance(value, str):
+        return repr(value[:40])
+    small = isinstance(value, float) or (isinstance(value, int) and abs(value) < 10**18)
+    return repr(value) if small else f"a {type(value).__name__}"

@@ -76,7 +76,19 @@ SHIPPED_CANDIDATES = (
 
 
 def _from_json(value: Any) -> Any:
-    return json.loads(value) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value, object_pairs_hook=_without_twins)
+    except RecursionError as error:
+        raise ValueError("expected a list of {profile, budget, kl}, got brackets within brackets") from error
+
+
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise ValueError(f"a field stands twice in {{{', '.join(name for name, _ in pairs)}}}")
+    return fields
 
 
 def _none_from_empty(value: Any) -> Any:

@@ -300,6 +300,20 @@ def test_kernels_are_held_against_the_reference_before_they_are_used() -> None:
     found = disagreement(table, geometry, device, pack_payload, places_swapped)
     assert str(found).startswith("unpacked elements are off by")
 
+    def values_that_are_no_numbers(*arguments: Any) -> None:
+        unpack_payload(*arguments)
+        if arguments[-1] == "triton":
+            arguments[1].v[0][50:] = float("nan")
+
+    found = disagreement(table, geometry, device, pack_payload, values_that_are_no_numbers)
+    assert str(found).startswith("unpacked elements are off by inf")
+
+    def no_memory(*arguments: Any) -> None:
+        raise torch.OutOfMemoryError("none left")
+
+    found = disagreement(table, geometry, device, no_memory, unpack_payload)
+    assert found == "they could not be tried: OutOfMemoryError: none left"
+
     def another_scale(*arguments: Any) -> None:
         pack_payload(*arguments)
         if arguments[-1] == "triton":

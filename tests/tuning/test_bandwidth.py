@@ -48,6 +48,15 @@ def test_an_absurd_sample_changes_nothing_and_a_broken_source_all(size: float, s
     assert bandwidth.estimate(102.0) == pytest.approx(SIZE)
 
 
+def test_small_writes_say_nothing_until_they_add_up() -> None:
+    bandwidth = LinkBandwidth(60.0)
+    for number in range(3):
+        assert bandwidth.add(40_000.0, 0.0005, 100.0 + number)
+        assert bandwidth.estimate(100.0 + number) is None
+    assert bandwidth.add(64e6, 0.001, 104.0)
+    assert bandwidth.estimate(104.0) == pytest.approx(64.12e6 / 0.0025)
+
+
 def test_a_clock_that_went_back_or_far_ahead_leaves_nothing_known() -> None:
     bandwidth = link()
     assert bandwidth.estimate(99.0) is None

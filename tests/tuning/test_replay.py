@@ -117,7 +117,7 @@ def test_traces_from_files(tmp_path: Path) -> None:
     [
         ("", "no lines"),
         ("from_s,gbps\n", "no lines"),
-        ("from_s,rate\n0,1\n", "line 2"),
+        ("from_s,rate\n0,1\n", "no column 'gbps'"),
         ("from_s,gbps\n0,1\n1,fast\n", "line 3"),
         ("from_s,gbps\n0,0\n", "line 2"),
         ("from_s,gbps\n0,-1\n", "line 2"),
