@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from spectrumkv_sglang.kernels.quantisers.cut_ranges import NORMAL_STEPS, SHRINK_FACTORS
+from spectrumkv_sglang.kernels.quantisers.cut_ranges import SHRINK_FACTORS
 from spectrumkv_sglang.kernels.triton_arithmetic import (
     LARGEST,
     ROUNDER,
@@ -23,7 +23,6 @@ from spectrumkv_sglang.kernels.triton_arithmetic import (
     negated_reciprocal,
 )
 
-_STEP_OF_2_BITS, _STEP_OF_3_BITS = tl.constexpr(NORMAL_STEPS[2]), tl.constexpr(NORMAL_STEPS[3])
 _SHRINK_1, _SHRINK_2, _SHRINK_3 = (tl.constexpr(factor) for factor in SHRINK_FACTORS[1:])
 
 
@@ -76,24 +75,6 @@ def affine_codes(x, scale, zero, LAST: tl.constexpr):
 
 
 @triton.jit
-def _normal_range(x, low, high, LAST: tl.constexpr, AXIS: tl.constexpr):
-    """`cut_ranges.normal_range` of finite elements."""
-    STEP: tl.constexpr = _STEP_OF_2_BITS if LAST == 3 else _STEP_OF_3_BITS
-    zero = rounded_zero(low)
-    full = full_step(zero, high, LAST)
-    wide = x.to(tl.float64)
-    mean = tl.sum(wide, axis=AXIS, keep_dims=True) * (1.0 / x.shape[AXIS])
-    apart = wide - mean
-    variance = tl.sum(apart * apart, axis=AXIS, keep_dims=True) * (1.0 / x.shape[AXIS])
-    step = tl.sqrt(variance).to(tl.float32) * STEP
-    cut = step < full
-    scale = rounded_scale(tl.where(cut, step, full))
-    span = scale.to(tl.float32) * LAST
-    centred = tl.minimum(tl.maximum(mean.to(tl.float32) - span * 0.5, low), high - span)
-    return scale, tl.where(cut, rounded_zero(centred), zero)
-
-
-@triton.jit
 def _squared_error(x, counted, scale, zero, LAST: tl.constexpr):
     """Over the rows, float64 [1, dim]."""
     decoded = affine_codes(x, scale, zero, LAST).to(tl.float64) * scale.to(tl.float64) + zero.to(tl.float64)
@@ -124,26 +105,22 @@ def _least_error_range(x, counted, low, high, LAST: tl.constexpr):
 
 
 @triton.jit
-def encode_affine(x, counted, BITS: tl.constexpr, AXIS: tl.constexpr, NEAR_NORMAL: tl.constexpr):
-    """Codes and parameters of a tile.
+def encode_affine(x, counted, BITS: tl.constexpr):
+    """Codes of a block whose channels share parameters, and these.
 
     Args:
         x: float32 [rows, dim], whatever bits they are.
         counted: [rows, 1], the rows that are there; the others repeat one of them.
         BITS: of a code.
-        AXIS: 1 if a row shares its parameters, 0 if a channel does.
-        NEAR_NORMAL: as `Quantiser.quantise` has it.
 
     Returns:
-        int32 codes, and float16 scale and zero with ``AXIS`` of length 1.
+        int32 codes, and float16 scale and zero [1, dim].
     """
     LAST: tl.constexpr = (1 << BITS) - 1
     finite = finite_or_zero(x)
-    low, high = tl.min(finite, axis=AXIS, keep_dims=True), tl.max(finite, axis=AXIS, keep_dims=True)
-    if AXIS == 0 and BITS == 2:
+    low, high = tl.min(finite, axis=0, keep_dims=True), tl.max(finite, axis=0, keep_dims=True)
+    if BITS == 2:
         scale, zero = _least_error_range(finite, counted, low, high, LAST)
-    elif AXIS == 1 and NEAR_NORMAL and BITS <= 3:
-        scale, zero = _normal_range(finite, low, high, LAST, AXIS)
     else:
         scale, zero = full_range(low, high, LAST)
     return affine_codes(x, scale, zero, LAST), scale, zero

@@ -50,6 +50,12 @@ def float16_bits(values):
 
 
 @triton.jit
+def joined(low, high):
+    """int64 of two int32."""
+    return low.to(tl.uint32, bitcast=True).to(tl.int64) | (high.to(tl.int64) << 32)
+
+
+@triton.jit
 def to_float32(values, BFLOAT16: tl.constexpr):
     """Pool elements as float32; bfloat16 pools are read as int16."""
     if BFLOAT16:

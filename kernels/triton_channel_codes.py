@@ -13,8 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from spectrumkv_sglang.kernels.quantisers.code_planes import plane_widths
-from spectrumkv_sglang.kernels.segment_group import SegmentGroup
+from spectrumkv_sglang.kernels.triton_arithmetic import joined
 from spectrumkv_sglang.kernels.triton_encode_int4 import MINUS_EIGHT_ROUNDERS
 
 _MINUS_FOUR_ROUNDERS = tl.constexpr((-0x4B400000 * 0x01010101 + 2**31) % 2**32 - 2**31)
@@ -24,16 +23,10 @@ _GATHER_BIT_PAIRS = tl.constexpr(0x01041040)
 
 
 @triton.jit
-def _joined(low, high):
-    """int64 of two int32."""
-    return low.to(tl.uint32, bitcast=True).to(tl.int64) | (high.to(tl.int64) << 32)
-
-
-@triton.jit
 def _words_of_pairs(halves):
     """int64 [rows, n] of int32 [rows, 2 n]."""
     low, high = tl.split(tl.reshape(halves, (halves.shape[0], halves.shape[1] // 2, 2)))
-    return _joined(low, high)
+    return joined(low, high)
 
 
 @triton.jit
@@ -68,7 +61,7 @@ def _plane_words(even, odd, SHIFT: tl.constexpr, WIDTH: tl.constexpr):
     eights = _plane(even, odd, SHIFT, WIDTH)
     if WIDTH == 4:
         low, high = tl.split(eights)
-        return _joined(low, high)
+        return joined(low, high)
     else:
         bits = tl.sum(eights << (tl.arange(0, 2) * (8 * WIDTH))[None, None, :], axis=2)
         if WIDTH == 1:
@@ -103,17 +96,11 @@ def words_of_codes(even, odd, LOW: tl.constexpr, HIGH: tl.constexpr):
         codes = tl.reshape(even + (odd << 4), (ROWS, LANES, 2, 4))
         halves = tl.sum(codes << (tl.arange(0, 4) * 8)[None, None, None, :], axis=3) + MINUS_EIGHT_ROUNDERS
         first, second = tl.split(halves)
-        words = _joined(first, second)
+        words = joined(first, second)
         return words, words
     else:
         codes = tl.reshape(even + (odd << 8), (ROWS, LANES, 4, 2))
         halves = tl.sum(codes << (tl.arange(0, 2) * 16)[None, None, None, :], axis=3) + _MINUS_FOUR_ROUNDERS
         first, second = tl.split(tl.reshape(halves, (ROWS, LANES, 2, 2)))
-        words = tl.reshape(_joined(first, second), (ROWS, LANES * 2))
+        words = tl.reshape(joined(first, second), (ROWS, LANES * 2))
         return words, words
-
-
-def code_constants(group: SegmentGroup) -> dict[str, int]:
-    """Bits of both planes of a group's codes."""
-    low, high = (*plane_widths(group.precision.bits), 0)[:2]
-    return {"LOW": low, "HIGH": high}

@@ -27,6 +27,7 @@ from spectrumkv_sglang.kernels.triton_arithmetic import (
     divisor_of,
     finite_or_zero,
     float16_bits,
+    joined,
     larger,
     negated_reciprocal,
 )
@@ -178,8 +179,7 @@ def _fp8_words_by_hardware(x, factor):
         )
     words = ()
     for i in tl.static_range(4):
-        low = halves[2 * i].to(tl.uint32, bitcast=True).to(tl.int64)
-        words = words + (low | (halves[2 * i + 1].to(tl.int64) << 32),)
+        words = words + (joined(halves[2 * i], halves[2 * i + 1]),)
     return words
 
 

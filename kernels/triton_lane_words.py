@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from spectrumkv_sglang.kernels.triton_arithmetic import joined
 from spectrumkv_sglang.kernels.triton_lanes import permuted
 
 
@@ -77,12 +78,6 @@ def _plane_of_1(columns, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def _joined(low, high):
-    """int64 of two int32."""
-    return low.to(tl.uint32, bitcast=True).to(tl.int64) | (high.to(tl.int64) << 32)
-
-
-@triton.jit
 def plane_words(bits, BYTE: tl.constexpr, BITS: tl.constexpr, HARDWARE: tl.constexpr):
     """Words of each plane of a lane's codes.
 
@@ -99,28 +94,28 @@ def plane_words(bits, BYTE: tl.constexpr, BITS: tl.constexpr, HARDWARE: tl.const
         for i in tl.static_range(4):
             low = four_bytes(bits[8 * i], bits[8 * i + 1], bits[8 * i + 2], bits[8 * i + 3], BYTE, HARDWARE)
             high = four_bytes(bits[8 * i + 4], bits[8 * i + 5], bits[8 * i + 6], bits[8 * i + 7], BYTE, HARDWARE)
-            words = words + (_joined(low, high),)
+            words = words + (joined(low, high),)
     elif BITS == 4:
         halves = ()
         for i in tl.static_range(4):
             even = four_bytes(bits[8 * i], bits[8 * i + 2], bits[8 * i + 4], bits[8 * i + 6], BYTE, HARDWARE)
             odd = four_bytes(bits[8 * i + 1], bits[8 * i + 3], bits[8 * i + 5], bits[8 * i + 7], BYTE, HARDWARE)
             halves = halves + ((even & 0x0F0F0F0F) | ((odd << 4) & ~0x0F0F0F0F),)
-        words = (_joined(halves[0], halves[1]), _joined(halves[2], halves[3]))
+        words = (joined(halves[0], halves[1]), joined(halves[2], halves[3]))
     else:
         columns = _columns(bits, BYTE, HARDWARE)
         words = ()
         if BITS >= 5:
             halves = _plane_of_4(columns, HARDWARE)
-            words = (_joined(halves[0], halves[1]), _joined(halves[2], halves[3]))
+            words = (joined(halves[0], halves[1]), joined(halves[2], halves[3]))
             if BITS == 6:
                 halves = _plane_of_2(columns, 4, HARDWARE)
-                words = words + (_joined(halves[0], halves[1]),)
+                words = words + (joined(halves[0], halves[1]),)
             else:
                 words = words + (_plane_of_1(columns, 4),)
         else:
             halves = _plane_of_2(columns, 0, HARDWARE)
-            words = (_joined(halves[0], halves[1]),)
+            words = (joined(halves[0], halves[1]),)
             if BITS == 3:
                 words = words + (_plane_of_1(columns, 2),)
     return words

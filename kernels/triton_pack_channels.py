@@ -28,12 +28,12 @@ from spectrumkv_sglang.kernels.triton_arithmetic import (
     is_finite,
     negated_reciprocal,
 )
-from spectrumkv_sglang.kernels.triton_channel_codes import code_constants, words_of_codes
+from spectrumkv_sglang.kernels.triton_channel_codes import words_of_codes
 from spectrumkv_sglang.kernels.triton_encode_int4 import is_regular
 from spectrumkv_sglang.kernels.triton_padding import pad_segment
 from spectrumkv_sglang.kernels.triton_running_sum import add_distant_words
 from spectrumkv_sglang.kernels.triton_runs import elements_of, packed
-from spectrumkv_sglang.kernels.triton_tiles import group_constants, has_capability
+from spectrumkv_sglang.kernels.triton_tiles import code_constants, group_constants, has_capability
 from spectrumkv_sglang.kernels.triton_tiles import launch as launch_kernel
 
 _COLUMNS = tl.constexpr(TABLE_COLUMNS)

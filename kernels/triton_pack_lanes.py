@@ -3,8 +3,7 @@
 For rows behind the Hadamard transform, and for codes by row that are neither nibbles nor bytes. A program is one warp
 that takes a few turns, so that nothing of a tile waits for another warp, and what is the same for every turn is done
 once. The torch references are the quantisers' `quantise` methods behind `HadamardTransform.forward`;
-`triton_encode_lanes`
-says how far results are equal.
+`triton_encode_lanes` says how far results are equal.
 """
 
 # Triton reads the annotations of kernels, so only what it knows can stand there.

@@ -1,11 +1,10 @@
 """Gather rows of the pool by slot id, transform and quantise them to codes in planes, and sum the words up.
 
-For what neither `triton_pack` nor `triton_pack_channels` encodes: codes by row that are not whole nibbles or bytes,
-codes of 2 bits by channel, and rows that go through the Hadamard transform, in any precision. A program takes some rows
-of one head, or some channels of a block where rows share parameters, and holds them in registers. The torch references
-are the quantisers' `quantise` methods behind `HadamardTransform.forward`; results are equal bit for bit without a
-transform. With one, a sum of the transform may differ by its rounding, and so may a code that lies next to the edge
-between two.
+For codes by channel that `triton_pack_channels` does not encode: those of 2 bits, and all behind the Hadamard
+transform. A program takes some channels of a block, whole heads behind the transform, and holds them in registers. The
+torch references are the quantisers' `quantise` methods behind `HadamardTransform.forward`; results are equal bit for
+bit without a transform. With one, a sum of the transform may differ by its rounding, and so may a code that lies next
+to the edge between two.
 """
 
 # Triton reads the annotations of kernels, so only what it knows can stand there.
@@ -22,13 +21,9 @@ from spectrumkv_sglang.kernels.segment_group import TABLE_COLUMNS, GroupLaunch, 
 from spectrumkv_sglang.kernels.transforms.base import Transform
 from spectrumkv_sglang.kernels.triton_affine import encode_affine
 from spectrumkv_sglang.kernels.triton_arithmetic import (
-    ROUNDER_BITS,
-    divisor_of,
     finite_or_zero,
-    float16_bits,
     to_float32,
 )
-from spectrumkv_sglang.kernels.triton_encode import e4m3_bits, negated_and_cleaned, rounded_bits, symmetric_scale
 from spectrumkv_sglang.kernels.triton_hadamard import hadamard, signs
 from spectrumkv_sglang.kernels.triton_padding import pad_segment
 from spectrumkv_sglang.kernels.triton_planes import plane_words
@@ -37,28 +32,11 @@ from spectrumkv_sglang.kernels.triton_running_sum import add_distant_words
 from spectrumkv_sglang.kernels.triton_tiles import has_capability, plane_constants
 from spectrumkv_sglang.kernels.triton_tiles import launch as launch_kernel
 
-SHAPE = TileShape(4096, 4)
-"""Elements of a tile of rows, and the warps that work on it."""
-
 _COLUMNS = tl.constexpr(TABLE_COLUMNS)
-_INT8 = tl.constexpr(1)
 _SLICE = 64
 """Channels of a block that a program takes where they need not meet: whole words of the narrowest plane."""
 _ELEMENTS_PER_WARP = 2048
 """Of a block: 64 registers of each thread."""
-
-
-@triton.jit
-def encode_symmetric(x, PRECISION: tl.constexpr):
-    """Codes of INT8 or FP8_E4M3 in the low bytes of int32, and float16 scales [rows, 1], of any float32 rows."""
-    LARGEST_CODE: tl.constexpr = 127.0 if PRECISION == _INT8 else 448.0
-    scale = symmetric_scale(tl.max(tl.abs(finite_or_zero(x)), axis=1, keep_dims=True), LARGEST_CODE)
-    divisor = divisor_of(scale)
-    negated = negated_and_cleaned(x, divisor, -1.0 / divisor, LARGEST_CODE)
-    if PRECISION == _INT8:
-        return rounded_bits(negated) - ROUNDER_BITS, scale
-    else:
-        return e4m3_bits(negated) ^ 0x80, scale
 
 
 @triton.jit
@@ -105,10 +83,8 @@ def _pack_planes(
     first_row,
     slot_stride,
     head_stride,
-    PRECISION: tl.constexpr,
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
-    BY_CHANNEL: tl.constexpr,
     HADAMARD: tl.constexpr,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -145,20 +121,10 @@ def _pack_planes(
     )
 
     params_ptr = (payload_ptr + params_start).to(tl.pointer_type(tl.int16))
-    pair = (tile * TILE_ROWS + lane) * HEADS + head
-    SYMMETRIC: tl.constexpr = LOW == 8 and not BY_CHANNEL  # INT8 and FP8_E4M3
-    if SYMMETRIC:
-        codes, scale = encode_symmetric(x, PRECISION)
-        tl.store(params_ptr + pair[:, None], scale.to(tl.int16, bitcast=True), mask=inside[:, None])
-    elif BY_CHANNEL:
-        codes, scale, zero = encode_affine(x, inside[:, None], LOW + HIGH, 0, HADAMARD)
-        channel = (tile * HEADS + head) * (2 * DIM) + (part * COLUMNS + tl.arange(0, COLUMNS))[None, :]
-        tl.store(params_ptr + channel, scale.to(tl.int16, bitcast=True))
-        tl.store(params_ptr + (channel + DIM), zero.to(tl.int16, bitcast=True))
-    else:
-        codes, scale, zero = encode_affine(x, inside[:, None], LOW + HIGH, 1, HADAMARD)
-        both = float16_bits(scale) | (float16_bits(zero) << 16)
-        tl.store(params_ptr.to(tl.pointer_type(tl.int32)) + pair[:, None], both, mask=inside[:, None])
+    codes, scale, zero = encode_affine(x, inside[:, None], LOW + HIGH)
+    channel = (tile * HEADS + head) * (2 * DIM) + (part * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    tl.store(params_ptr + channel, scale.to(tl.int16, bitcast=True))
+    tl.store(params_ptr + (channel + DIM), zero.to(tl.int16, bitcast=True))
 
     WORDS: tl.constexpr = DIM * (LOW + HIGH) // 64
     first = codes_start + (tile.to(tl.int64) * (TILE_ROWS * HEADS) + head) * WORDS
@@ -180,10 +146,7 @@ def _pack_planes(
 
     if (tile == tiles - 1) & (head == 0) & (part == 0):
         codes_end = (codes_start + rows.to(tl.int64) * (HEADS * WORDS)) * 4
-        if BY_CHANNEL:
-            params_end = params_start * 4 + tiles.to(tl.int64) * (HEADS * DIM * 2)
-        else:
-            params_end = params_start * 4 + rows.to(tl.int64) * (HEADS if SYMMETRIC else HEADS * 2)
+        params_end = params_start * 4 + tiles.to(tl.int64) * (HEADS * DIM * 2)
         pad_segment(payload_ptr, sums_ptr, codes_end, params_end, params_start * 4, segment_end * 4, CHECKSUM)
 
 
@@ -193,7 +156,6 @@ def pack_planes(
     payload: torch.Tensor,
     block_sums: torch.Tensor,
     checksum: bool = True,
-    shape: TileShape = SHAPE,
 ) -> None:
     """Encode the rows of every segment of a group on the current stream, padding included.
 
@@ -203,17 +165,14 @@ def pack_planes(
         payload: the payload as int64 words, at a 16-byte boundary; on the device or in pinned host memory.
         block_sums: int64, one for each of the payload's checksum blocks; scrambled words are added.
         checksum: whether to add them.
-        shape: how to cut the work where rows have parameters of their own.
     """
     (group,) = launch.groups
     device = block_sums.device
-    columns = group.dim
-    if group.precision.by_channel:
-        columns = group.dim if group.transform is Transform.HADAMARD else _SLICE
-        # Squared errors of codes of 2 bits are float64.
-        elements_per_warp = _ELEMENTS_PER_WARP // 2 if group.precision.bits == 2 else _ELEMENTS_PER_WARP
-        shape = TileShape(CHANNEL_BLOCK_ROWS * columns, CHANNEL_BLOCK_ROWS * columns // elements_per_warp)
-    tile_rows = shape.elements // columns
+    columns = group.dim if group.transform is Transform.HADAMARD else _SLICE
+    # Squared errors of codes of 2 bits are float64.
+    elements_per_warp = _ELEMENTS_PER_WARP // 2 if group.precision.bits == 2 else _ELEMENTS_PER_WARP
+    tile_rows = CHANNEL_BLOCK_ROWS
+    shape = TileShape(tile_rows * columns, tile_rows * columns // elements_per_warp)
     programs = group.segments * triton.cdiv(group.rows, tile_rows) * group.heads * (group.dim // columns)
     if not programs:
         return

@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from spectrumkv_sglang.kernels.triton_arithmetic import joined
+
 
 @triton.jit
 def plane_words(codes, SHIFT: tl.constexpr, WIDTH: tl.constexpr):
@@ -21,7 +23,7 @@ def plane_words(codes, SHIFT: tl.constexpr, WIDTH: tl.constexpr):
     # The bits of a half word do not overlap: their sum is their union, modulo 2^32.
     halves = tl.sum(bits << (tl.arange(0, 32 // WIDTH) * WIDTH)[None, None, :], axis=2)
     low, high = tl.split(tl.reshape(halves, (ROWS, HALVES // 2, 2)))
-    return low.to(tl.uint32, bitcast=True).to(tl.int64) | (high.to(tl.int64) << 32)
+    return joined(low, high)
 
 
 @triton.jit

@@ -90,19 +90,18 @@ def group_constants(group: SegmentGroup) -> dict[str, Any]:
     }
 
 
+def code_constants(group: SegmentGroup) -> dict[str, int]:
+    """Bits of both planes of a group's codes; HIGH is 0 if there is one."""
+    low, high = (*plane_widths(group.precision.bits), 0)[:2]
+    return {"LOW": low, "HIGH": high}
+
+
 def plane_constants(group: SegmentGroup) -> dict[str, Any]:
     """What kernels for codes in planes are compiled for: how the group travels, and its `group_constants` without a
     block of elements, which a head is here."""
     constants = group_constants(group)
     del constants["BLOCK_DIM"]
-    low, high = (*plane_widths(group.precision.bits), 0)[:2]
-    return constants | {
-        "PRECISION": int(group.precision),
-        "LOW": low,
-        "HIGH": high,
-        "BY_CHANNEL": group.precision.by_channel,
-        "HADAMARD": group.transform is Transform.HADAMARD,
-    }
+    return constants | code_constants(group) | {"HADAMARD": group.transform is Transform.HADAMARD}
 
 
 def lane_constants(groups: tuple[SegmentGroup, ...], device: torch.device, shape: TileShape) -> dict[str, Any]:

@@ -16,9 +16,8 @@ import triton.language as tl
 from spectrumkv_sglang.kernels.precision import CHANNEL_BLOCK_ROWS
 from spectrumkv_sglang.kernels.segment_group import TABLE_COLUMNS, GroupLaunch, TileShape
 from spectrumkv_sglang.kernels.triton_arithmetic import from_float32
-from spectrumkv_sglang.kernels.triton_channel_codes import code_constants
 from spectrumkv_sglang.kernels.triton_pool import pool_elements, writable_rows
-from spectrumkv_sglang.kernels.triton_tiles import group_constants, has_capability
+from spectrumkv_sglang.kernels.triton_tiles import code_constants, group_constants, has_capability
 from spectrumkv_sglang.kernels.triton_tiles import launch as launch_kernel
 
 TILE_ROWS = 64

@@ -2,9 +2,8 @@
 
 The counterpart of `triton_pack_lanes`. The torch references are the quantisers' `dequantise` methods and
 `HadamardTransform.inverse`; results are equal bit for bit without a transform. With one, codes are transformed, which
-is exact, and scaled afterwards. A lane holds every so many runs of eight elements (`triton_lanes.STRIDED`), so
-that lanes
-which are neighbours write neighbouring 16 bytes.
+is exact, and scaled afterwards. A lane holds every so many runs of eight elements (`triton_lanes.STRIDED`), so that
+lanes which are neighbours write neighbouring 16 bytes.
 """
 
 # Triton reads the annotations of kernels, so only what it knows can stand there; its tuples grow by concatenation only.

@@ -27,20 +27,6 @@ SHAPE = TileShape(4096, 4)
 """Elements of a tile, whole rows of one head and at most a block of them, and the warps that work on it."""
 
 _COLUMNS = tl.constexpr(TABLE_COLUMNS)
-_INT8, _FP8 = tl.constexpr(1), tl.constexpr(2)
-
-
-@triton.jit
-def _numbers(codes, PRECISION: tl.constexpr):
-    """What codes stand for but for scale and zero, as float32 that float16 holds exactly; FP8 codes over 256."""
-    if PRECISION == _INT8:
-        return ((codes ^ 0x80) - 128).to(tl.float32)
-    elif PRECISION == _FP8:
-        # An E4M3 number moved up by 7 bits is the float16 of 2^-8 times its value, subnormals included.
-        half = ((codes & 0x80) << 8) | ((codes & 0x7F) << 7)
-        return half.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    else:
-        return codes.to(tl.float32)
 
 
 @triton.jit(
@@ -57,10 +43,8 @@ def _unpack_planes(
     first_row,
     slot_stride,
     head_stride,
-    PRECISION: tl.constexpr,
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
-    BY_CHANNEL: tl.constexpr,
     HADAMARD: tl.constexpr,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -87,32 +71,16 @@ def _unpack_planes(
     start = pool_start + slot * slot_stride + head * head_stride.to(tl.int64)
     pair = readable.to(tl.int64) * HEADS + head
     heads_ptr = payload_ptr.to(tl.pointer_type(tl.int32)) + (codes_start * 2 + pair * (DIM * (LOW + HIGH) // 32))
-    numbers = _numbers(load_codes(heads_ptr, DIM, LOW, HIGH), PRECISION)
+    numbers = load_codes(heads_ptr, DIM, LOW, HIGH).to(tl.float32)
 
     params_ptr = (payload_ptr + params_start).to(tl.pointer_type(tl.float16))
     element = tl.arange(0, DIM)[None, :]
-    if BY_CHANNEL:
-        block = tile // (BLOCK_ROWS // TILE_ROWS)
-        channel = (block * HEADS + head) * (2 * DIM) + element
-        scale = tl.load(params_ptr + channel).to(tl.float32)
-        values = numbers * scale + tl.load(params_ptr + (channel + DIM)).to(tl.float32)
-        if HADAMARD:
-            values = hadamard(values, DIM, HARDWARE_BFLOAT16) * signs(DIM)
-    else:
-        if HADAMARD:
-            numbers = hadamard(numbers.to(tl.float16), DIM, HARDWARE_BFLOAT16)
-        if PRECISION == _INT8:
-            values = numbers * tl.load(params_ptr + pair).to(tl.float32)[:, None]
-        elif PRECISION == _FP8:
-            values = numbers * (tl.load(params_ptr + pair).to(tl.float32) * 256.0)[:, None]
-        else:
-            zero = tl.load(params_ptr + (pair * 2 + 1)).to(tl.float32)[:, None]
-            if HADAMARD:
-                # The transform of a constant is the constant times sqrt(dim), then zeros.
-                zero = tl.where(element == 0, zero * DIM**0.5, 0.0)
-            values = numbers * tl.load(params_ptr + pair * 2).to(tl.float32)[:, None] + zero
-        if HADAMARD:
-            values *= signs(DIM)
+    block = tile // (BLOCK_ROWS // TILE_ROWS)
+    channel = (block * HEADS + head) * (2 * DIM) + element
+    scale = tl.load(params_ptr + channel).to(tl.float32)
+    values = numbers * scale + tl.load(params_ptr + (channel + DIM)).to(tl.float32)
+    if HADAMARD:
+        values = hadamard(values, DIM, HARDWARE_BFLOAT16) * signs(DIM)
 
     elements_ptr = pool_elements(pool_ptr, BFLOAT16, FLOAT16)
     target = elements_ptr + ((start * (16 // ITEMSIZE))[:, None] + element)

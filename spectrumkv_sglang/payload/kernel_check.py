@@ -17,7 +17,6 @@ import torch
 
 from spectrumkv_sglang.kernels.precision import CHANNEL_BLOCK_ROWS
 from spectrumkv_sglang.payload.geometry import KVGeometry
-from spectrumkv_sglang.payload.kernel_fitness import distinct_layers, farthest, noise
 from spectrumkv_sglang.payload.kv_buffers import KVBuffers
 from spectrumkv_sglang.payload.layout import PayloadLayout, plan_layout
 from spectrumkv_sglang.payload.precision_table import PrecisionTable
@@ -55,7 +54,7 @@ def disagreement(
 def _difference(
     table: PrecisionTable, geometry: KVGeometry, device: torch.device, pack: Pack, unpack: Unpack
 ) -> str | None:
-    small = distinct_layers(table)
+    small = _distinct_layers(table)
     shape = replace(geometry, layers=small.layers, page_size=1)
     tiers = np.repeat(np.arange(small.tiers, dtype=np.uint8), ROWS_PER_TIER)
     layout = plan_layout(shape, small, np.bincount(tiers, minlength=small.tiers).tolist())
@@ -72,14 +71,35 @@ def _difference(
             decoded[packed_by, unpacked_by] = [*target.k, *target.v]
     for packed_by in payloads:
         pairs = zip(decoded[packed_by, "triton"], decoded[packed_by, "torch"], strict=True)
-        worst = _worst([farthest(ours, theirs) for ours, theirs in pairs])
+        worst = _worst([_farthest(ours, theirs) for ours, theirs in pairs])
         if worst > MOST_OF_A_ROW:
             return f"unpacked elements are off by {worst:.2g} of their row's largest (expected {MOST_OF_A_ROW:.2g})"
     pairs = zip(decoded["triton", "torch"], decoded["torch", "torch"], strict=True)
-    worst = _worst([noise(ours, theirs) for ours, theirs in pairs])
+    worst = _worst([_noise(ours, theirs) for ours, theirs in pairs])
     if worst > MOST_NOISE:
         return f"what was packed differs by {worst:.2g} of its size (expected {MOST_NOISE:.2g})"
     return None
+
+
+def _distinct_layers(table: PrecisionTable) -> PrecisionTable:
+    """The table of one layer of each kind: what all layers of ``table`` are coded by, over as few as possible."""
+    kinds = {
+        (table.values[:, layer].tobytes(), table.transforms[layer].tobytes()): layer for layer in range(table.layers)
+    }
+    chosen = sorted(kinds.values())
+    return PrecisionTable(table.values[:, chosen].copy(), table.transforms[chosen].copy())
+
+
+def _farthest(decoded: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest difference between rows [rows, heads, dim], as a share of the largest element of each (row, head)."""
+    size = expected.float().abs().amax(-1).clamp_min(1e-30)
+    return float(((decoded.float() - expected.float()).abs().amax(-1) / size).max())
+
+
+def _noise(decoded: torch.Tensor, expected: torch.Tensor) -> float:
+    """Root mean square of the difference over that of ``expected``."""
+    difference = (decoded.float() - expected.float()).square().mean().sqrt()
+    return float(difference / expected.float().square().mean().sqrt().clamp_min(1e-30))
 
 
 def _worst(differences: list[float]) -> float:

@@ -67,11 +67,12 @@ def simulate(
     from spectrumkv_sglang.simulation.traces import BandwidthTrace, poisson_requests, read_bandwidth, read_requests
     from spectrumkv_sglang.tuning.frontier import NATIVE, Candidate
     from spectrumkv_sglang.tuning.link_model import bytes_per_second
+    from spectrumkv_sglang.tuning.settings import candidate_label
 
     loaded = load_config(config)
     settings = loaded.controller
     candidates = [Candidate(item.label, item.budget, item.kl, item.speed) for item in settings.candidates]
-    own = f"{loaded.loaded_profile.name}@{loaded.budget:g}"
+    own = candidate_label(loaded.loaded_profile.name, loaded.budget)
     if own not in [item.name for item in candidates]:  # a server's own profile is always among them
         candidates.append(Candidate(own, loaded.budget, math.inf if settings.safe_kl is None else settings.safe_kl))
     safe = next(item for item in candidates if item.name == (settings.safe or own))

@@ -21,7 +21,7 @@ from spectrumkv_sglang.payload.precision_table import PrecisionTable
 from spectrumkv_sglang.transfer.errors import GoNativeError
 from spectrumkv_sglang.transfer.handshake import Handshake
 from spectrumkv_sglang.transfer.pool_view import PoolView
-from spectrumkv_sglang.transfer.sending_policy import SendingPolicy, ServedCandidates
+from spectrumkv_sglang.transfer.sending_policy import NATIVE_PACKED, SendingPolicy, ServedCandidates
 from spectrumkv_sglang.transfer.tier_agreement import forbidden_in
 from spectrumkv_sglang.tuning.bandwidth import LinkClock
 from spectrumkv_sglang.tuning.controller import Controller
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 _MOST_ROOMS = 4096
 _MOST_REQUESTS = 65536  # far more than a server queues: a request's limits must not be lost
 _MOST_PEER_RULES = 256
-PACKED = Candidate("native-packed", b=1.0, kl=0.0)
+PACKED = Candidate(NATIVE_PACKED, b=1.0, kl=0.0)
 """What a prompt under ``min_tokens`` travels as."""
 
 

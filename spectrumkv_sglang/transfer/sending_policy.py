@@ -16,7 +16,7 @@ from spectrumkv_sglang.profiles.profile import Profile, load_profile
 from spectrumkv_sglang.profiles.tier import Tier
 from spectrumkv_sglang.transfer.pool_view import PoolView
 from spectrumkv_sglang.tuning.frontier import Candidate
-from spectrumkv_sglang.tuning.settings import CandidateSettings
+from spectrumkv_sglang.tuning.settings import CandidateSettings, candidate_label
 from spectrumkv_sglang.verification.fingerprint import ModelFingerprint
 from spectrumkv_sglang.verification.record import profile_digest
 
@@ -117,7 +117,7 @@ def serve_candidates(
     if safe is None:
         if settings.safe:
             logger.log(level, "SpectrumKV controller: %s is left out, the server's profile is safe", settings.safe)
-        name = f"{own.profile.name}@{own.budget:g}"
+        name = candidate_label(own.profile.name, own.budget)
         safe = candidates.get(name) or Candidate(name, _expected_b(own, view), _own_kl(asked, own))
         policies.setdefault(name, own)
         candidates[name] = safe  # what the operator serves by is always among them

@@ -112,8 +112,9 @@ class Controller:
             return self._safely(base, DecisionReason.BAD_REQUEST)
         if base.bandwidth is None or not (math.isfinite(ask.native_bytes) and ask.native_bytes > 0):
             return self._safely(base, DecisionReason.NO_SAMPLE)
-        peer.residuals.fade(peer.current.get(self._situation(base, ask), ""))
-        return self._fastest(ask, peer, base, base.bandwidth)
+        situation = self._situation(base, ask)
+        peer.residuals.fade(peer.current.get(situation, ""))
+        return self._fastest(ask, peer, base, base.bandwidth, situation)
 
     def _safely(self, base: Decision, reason: DecisionReason) -> Decision:
         if _allows(base.max_kl, self._safe):
@@ -128,8 +129,7 @@ class Controller:
         )
         return possible, size_class(ask.native_bytes)
 
-    def _fastest(self, ask: Ask, peer: _Peer, base: Decision, bandwidth: float) -> Decision:
-        situation = self._situation(base, ask)
+    def _fastest(self, ask: Ask, peer: _Peer, base: Decision, bandwidth: float, situation: Situation) -> Decision:
         possible = situation[0]
         x = max(1, peer.sending) / bandwidth  # the room itself is under way when it is decided
         if len(possible) == 1:

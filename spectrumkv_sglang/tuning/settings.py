@@ -46,6 +46,11 @@ class _Strict(BaseModel):
         return value
 
 
+def candidate_label(profile: str, budget: float) -> str:
+    """Name of a candidate in metrics, logs and ``safe``: the profile's own name and the budget."""
+    return f"{profile}@{budget:g}"
+
+
 class CandidateSettings(_Strict):
     """A profile at a budget, and what it costs in accuracy."""
 
@@ -61,8 +66,8 @@ class CandidateSettings(_Strict):
 
     @property
     def label(self) -> str:
-        """Name in metrics, logs and ``safe``: the profile's own name and the budget."""
-        return f"{load_profile(self.profile).name}@{self.budget:g}"
+        """`candidate_label` of this one."""
+        return candidate_label(load_profile(self.profile).name, self.budget)
 
 
 SHIPPED_CANDIDATES = (
