@@ -40,15 +40,16 @@ _COLUMNS = tl.constexpr(TABLE_COLUMNS)
 _ROWS_AT_ONCE = 16
 """Rows of an irregular block that are read at a time: one for each lane that shares a channel."""
 SHAPES = {
-    Precision.INT3_CHANNEL: TileShape(CHANNEL_BLOCK_ROWS * 64, 2, 136),
-    Precision.INT4_CHANNEL: TileShape(CHANNEL_BLOCK_ROWS * 32, 1, 128),
+    Precision.INT3_CHANNEL: TileShape(CHANNEL_BLOCK_ROWS * 64, 2, 128),
+    Precision.INT4_CHANNEL: TileShape(CHANNEL_BLOCK_ROWS * 64, 2, 128),
     Precision.INT5_CHANNEL: TileShape(CHANNEL_BLOCK_ROWS * 64, 2, 128),
-    Precision.INT6_CHANNEL: TileShape(CHANNEL_BLOCK_ROWS * 32, 1, 128),
-    Precision.INT8_CHANNEL: TileShape(CHANNEL_BLOCK_ROWS * 32, 1, 128),
+    Precision.INT6_CHANNEL: TileShape(CHANNEL_BLOCK_ROWS * 64, 2, 128),
+    Precision.INT8_CHANNEL: TileShape(CHANNEL_BLOCK_ROWS * 64, 2, 128),
 }
 """Channels of a block that a program takes, times its rows: whole words of the narrowest plane, and a warp for each 32,
-so that it has one channel for each thread. With 128 registers a multiprocessor holds sixteen warps; INT3 would spill a
-few. Pools of four bytes an element take twice the warps and what registers they like."""
+so that it has one channel for each thread. With 128 registers a multiprocessor holds sixteen warps. 64 channels and two
+warps beat 32 and one by 11 (INT8) and 22 (INT4) points of the floor on an H200, four warps lose as much (docs/results/gpu.md).
+Pools of four bytes an element take twice the warps and what registers they like."""
 
 
 @triton.jit

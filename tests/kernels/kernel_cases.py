@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 from spectrumkv_sglang.kernels.checksum import payload_checksum
+from spectrumkv_sglang.kernels.precision import Precision
 from spectrumkv_sglang.payload.codec import (
     KVBuffers,
     pack_payload,
@@ -25,6 +28,31 @@ from spectrumkv_sglang.payload.prologue import Prologue
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+ALL_COMBINATIONS = DEVICE == "cuda" or bool(os.environ.get("ALL_KERNEL_CASES"))
+"""Under the interpreter, which takes seconds for a case, precisions and dtypes meet in turn instead of all in all;
+``ALL_KERNEL_CASES=1`` lets them meet there, too."""
+
+
+def precisions_and_dtypes(precisions: Sequence[Precision]) -> pytest.MarkDecorator:
+    """Parametrizes ``precision`` and ``dtype``: every precision, and every dtype with a third of them."""
+    pairs = [
+        (precision, dtype)
+        for i, precision in enumerate(precisions)
+        for dtype in (DTYPES if ALL_COMBINATIONS else DTYPES[i % 3 : i % 3 + 1])
+    ]
+    return pytest.mark.parametrize(("precision", "dtype"), pairs, ids=[f"{p.name}-{d}" for p, d in pairs])
+
+
+def precisions_dtypes_and_difficulties(precisions: Sequence[Precision]) -> pytest.MarkDecorator:
+    """Parametrizes ``precision``, ``dtype``, ``ordinary``: difficult rows have the dtype after the ordinary ones'."""
+    cases = [
+        (precision, dtype, ordinary)
+        for i, precision in enumerate(precisions)
+        for ordinary in (True, False)
+        for dtype in (DTYPES if ALL_COMBINATIONS else [DTYPES[(i + (not ordinary)) % 3]])
+    ]
+    ids = [f"{p.name}-{d}-{'ordinary' if ordinary else 'difficult'}" for p, d, ordinary in cases]
+    return pytest.mark.parametrize(("precision", "dtype", "ordinary"), cases, ids=ids)
 
 
 def difficult_pool(slots: int, heads: int, dim: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:

@@ -12,7 +12,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from kernel_cases import DEVICE, Case, case_of, check_both_directions, every_dtype
+from kernel_cases import (
+    DEVICE,
+    Case,
+    case_of,
+    check_both_directions,
+    every_dtype,
+    precisions_dtypes_and_difficulties,
+)
 
 from spectrumkv_sglang.kernels.checksum import WORDS_PER_BLOCK, combine, payload_checksum
 from spectrumkv_sglang.kernels.precision import Precision
@@ -54,9 +61,7 @@ def native_case() -> Case:
     return case_of(KVGeometry(1, 2, 16, 16, 1, "float16"), np.zeros((1, 1, 2, 2), dtype=np.uint8), 13)
 
 
-@every_precision
-@every_dtype
-@pytest.mark.parametrize("ordinary", [True, False], ids=["ordinary", "difficult"])
+@precisions_dtypes_and_difficulties(PRECISIONS)
 @pytest.mark.parametrize(("heads", "dim"), [(2, 16), (1, 48)])
 def test_one_precision(precision: Precision, dtype: torch.dtype, ordinary: bool, heads: int, dim: int) -> None:
     geometry = KVGeometry(1, heads, dim, dim, 1, str(dtype).removeprefix("torch."))

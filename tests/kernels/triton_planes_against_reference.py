@@ -15,7 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernel_cases import DEVICE, Case, case_of, check_both_directions, every_dtype
+from kernel_cases import (
+    DEVICE,
+    Case,
+    case_of,
+    check_both_directions,
+    precisions_and_dtypes,
+    precisions_dtypes_and_difficulties,
+)
 
 from spectrumkv_sglang.kernels.checksum import WORDS_PER_BLOCK, payload_checksum
 from spectrumkv_sglang.kernels.precision import Precision
@@ -42,7 +49,6 @@ IN_PLANES = [p for p in Precision if unfit_cell(p, Transform.IDENTITY, 16) is no
 BY_CHANNEL = [p for p in Precision if p.by_channel]
 QUANTISED = [p for p in Precision if p is not Precision.NATIVE]
 every_precision_in_planes = pytest.mark.parametrize("precision", IN_PLANES, ids=lambda p: p.name)
-every_quantised = pytest.mark.parametrize("precision", QUANTISED, ids=lambda p: p.name)
 
 MOST_CODES_THAT_DIFFER = 0.005
 """Share of a payload's; rows that are constants make most of them, whose transform is zeros but for rounding."""
@@ -144,9 +150,7 @@ def check_error(case: Case, original: torch.Tensor, decoded: torch.Tensor, round
     assert bool((error <= (bound + slack).square().sum(-1).sqrt() * (1 + 2.0**-9)).all())
 
 
-@every_precision_in_planes
-@every_dtype
-@pytest.mark.parametrize("ordinary", [True, False], ids=["ordinary", "difficult"])
+@precisions_dtypes_and_difficulties(IN_PLANES)
 def test_codes_in_planes_equal_the_reference(precision: Precision, dtype: torch.dtype, ordinary: bool) -> None:
     check_both_directions(uniform(precision, dtype, (64, 128), 17, heads=1, ordinary=ordinary))
 
@@ -183,8 +187,7 @@ def test_codes_round_at_exact_halves_in_every_channel(precision: Precision) -> N
     check_both_directions(case)
 
 
-@every_quantised
-@every_dtype
+@precisions_and_dtypes(QUANTISED)
 def test_transformed_keys_and_values_equal_the_reference_within_rounding(
     precision: Precision, dtype: torch.dtype
 ) -> None:
