@@ -31,7 +31,7 @@ PROMPTS = (8192, 32768)
 FORMS = ("kernels", "host", "fitted", "unfused")
 COMPRESSED = tuple(variant for variant in PROFILES if variant != "native-packed")
 GOAL_RATIO = 0.35
-GOAL_VARIANT = "spectrum-0.28"
+GOAL_VARIANT = "balanced-0.3"
 SLOTS_MIB = (4, 16, 64)
 MIB = 1024 * 1024
 

@@ -20,6 +20,9 @@ PROFILES = {
     "spectrum-0.5": "spectrum 20/30/50",
     "spectrum-0.35": "spectrum 5/25/70",
     "spectrum-0.28": "spectrum 1/2/97",
+    "near-lossless-0.5": "near-lossless 8/0/92",
+    "balanced-0.3": "balanced 1/11/88",
+    "aggressive-0.2": "aggressive 1/17/82",
 }
 """The kernels' measurement that stands for a variant of the transfers."""
 
