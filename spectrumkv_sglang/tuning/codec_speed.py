@@ -17,23 +17,37 @@ LEAST_SECONDS_PER_BYTE, MOST_SECONDS_PER_BYTE = 1e-15, 1.0
 
 
 class CodecSpeeds:
-    """Seconds a native byte, 1 / S, of each candidate. Not thread-safe."""
+    """Seconds a native byte, 1 / S, of each candidate. Not thread-safe.
+
+    The first transfer of a candidate to a peer may compile kernels and touch memory for the first time. What it took
+    counts only as far as it is no slower than what would be believed without it, so that the candidate is tried again.
+    """
 
     def __init__(self) -> None:
         self._seconds_per_byte: dict[str, float] = {}
+        self._first: dict[str, float] = {}
 
-    def add(self, candidate: Candidate, native_bytes: float, seconds: float) -> bool:
-        """Take in that packing and unpacking ``native_bytes`` took ``seconds``; False: refused as absurd."""
+    def add(self, candidate: Candidate, native_bytes: float, seconds: float, *, first: bool = False) -> bool:
+        """Take in that packing and unpacking ``native_bytes`` took ``seconds``; False: refused as absurd.
+
+        ``first``: it was the candidate's first transfer to its peer.
+        """
         if not (math.isfinite(native_bytes) and math.isfinite(seconds) and native_bytes > 0 and seconds > 0):
             return False
         sample, before = seconds / native_bytes, self._seconds_per_byte.get(candidate.name)
         if not LEAST_SECONDS_PER_BYTE <= sample <= MOST_SECONDS_PER_BYTE:
             return False
-        if before is not None:
-            sample = min(sample, before * MOST_SLOWER)
-        weight = SPEED_WEIGHT * min(1.0, native_bytes / FULL_WEIGHT_BYTES)
-        # Of logarithms, so that one slow transfer among fast ones does not count for all of them.
-        self._seconds_per_byte[candidate.name] = sample if before is None else before * (sample / before) ** weight
+        if first and before is None:
+            self._first[candidate.name] = sample
+            return True
+        if before is None:
+            self._seconds_per_byte[candidate.name] = sample
+            self._first.pop(candidate.name, None)
+            return True
+        if not first or sample < before:
+            # Of logarithms, so that one slow transfer among fast ones does not count for all of them.
+            weight = SPEED_WEIGHT * min(1.0, native_bytes / FULL_WEIGHT_BYTES)
+            self._seconds_per_byte[candidate.name] = before * (min(sample, before * MOST_SLOWER) / before) ** weight
         return True
 
     def of(self, candidate: Candidate) -> float:
@@ -43,6 +57,16 @@ class CodecSpeeds:
         measured = self._seconds_per_byte.get(candidate.name)
         if measured is not None:
             return measured
-        if candidate.speed is not None:
-            return 1.0 / candidate.speed
-        return median(self._seconds_per_byte.values()) if self._seconds_per_byte else 0.0
+        first = self._first.get(candidate.name)
+        stated = None if candidate.speed is None else 1.0 / candidate.speed
+        if first is not None:
+            return self._capped(first, stated)
+        if stated is not None:
+            return stated
+        known = [*self._seconds_per_byte.values(), *(self._capped(other, None) for other in self._first.values())]
+        return median(known) if known else 0.0
+
+    def _capped(self, first: float, stated: float | None) -> float:
+        if stated is None:
+            stated = median(self._seconds_per_byte.values()) if self._seconds_per_byte else 0.0
+        return min(first, stated)
