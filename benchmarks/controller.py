@@ -2,12 +2,12 @@
 
     python benchmarks/controller.py --model-path DIR --out DIR [--phases 1:12,0.1:12,0:16] [-- SGLang flags]
 
-Prefill and decode run in two network namespaces; a token bucket limits the link between them, and its rate changes from
-phase to phase (RATE:REQUESTS, Gb/s, 0: no limit). Every arm is a prefill server of its own: the controller, SGLang's own
-backend, and each candidate as a fixed profile. The arms answer every request one after the other, in an order that
+Prefill and decode run in two network namespaces; a token bucket limits the link between them, and its rate changes
+from phase to phase (RATE:REQUESTS, Gb/s, 0: no limit). Every arm is a prefill server of its own: the controller,
+SGLang's own backend, and each candidate as a fixed profile. The arms answer every request one after the other, in an order that
 rotates, so that a busy moment of the machine meets them alike.
 
-Prompts are random token ids. By default prefill keeps them in its prefix cache, as the turns of a conversation are kept:
+Prompts are random token ids. By default prefill keeps them in its prefix cache, as a conversation's turns are kept:
 then a request is hardly more than its transfer. With --fresh both caches are emptied before each request.
 
 controller.json is written as the run goes on; controller.md and, with --plot, controller.png at its end.
@@ -37,10 +37,10 @@ from transfer_table import console
 
 from spectrumkv_sglang.errors import SpectrumKVError
 from spectrumkv_sglang.launch.client import flush_caches, generate_on_pair
-from spectrumkv_sglang.launch.netns import Link, linked_hosts
-from spectrumkv_sglang.launch.servers import Device, detect_device
+from spectrumkv_sglang.launch.netns import linked_hosts
 from spectrumkv_sglang.launch.sglang_versions import installed_version
 from spectrumkv_sglang.launch.transfer_log_reader import request_transfer
+from spectrumkv_sglang.profiles.profile import load_profile
 from spectrumkv_sglang.tuning.settings import SHIPPED_CANDIDATES, candidate_label
 
 GIGABIT = 1_000_000_000
@@ -57,11 +57,9 @@ class Fixed:
     @property
     def label(self) -> str:
         """As the controller names it."""
-        return candidate_label(self.profile, self.budget)
+        return candidate_label(load_profile(self.profile).name, self.budget)
 
 
-# A pool in two bytes, as on a GPU: budgets are shares of it.
-ON_CPU = ("--dtype", "bfloat16")
 SHIPPED = tuple(Fixed(c.profile, c.budget, c.kl) for c in SHIPPED_CANDIDATES)
 
 
@@ -87,11 +85,10 @@ class ControllerRun:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options, self._console = options, console()
-        device = detect_device()
         self._pairs = PairOptions(
             model=options.model_path,
             log_dir=options.out / "logs",
-            flags=(*(ON_CPU if device is Device.CPU else ()), *options.flags),
+            flags=tuple(options.flags),
             prefill_python_paths=(plugin_folder(options.out / "plugins", Path(plain_transfer_log.__file__)),),
         )
         candidates = options.candidates

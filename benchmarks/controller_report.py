@@ -28,8 +28,8 @@ def report_of(document: Mapping[str, Any]) -> str:
     results = phase_results(phases, samples)
     loads = [phase.load for phase in phases]
     parts = [
-        f"{document['model']}, {document['device']}, SGLang {document['sglang']}, {document['cores']} cores, load average "
-        f"{min(loads):.1f} to {max(loads):.1f}; prompts of {document['prompt_tokens']} tokens, "
+        f"{document['model']}, {document['device']}, SGLang {document['sglang']}, {document['cores']} cores, "
+        f"load average {min(loads):.1f} to {max(loads):.1f}; prompts of {document['prompt_tokens']} tokens, "
         f"{'caches emptied' if document['fresh'] else 'in the prefix cache of prefill'}",
         _transfer_table(results),
         _choice_table(results),
@@ -54,7 +54,9 @@ def _transfer_table(results: Sequence[PhaseResult]) -> str:
     for result in results:
         cells = [_emphasised(f"{result.transfer_s[arm] * 1e3:,.0f}", arm == result.best) for arm in arms]
         rows.append((result.phase.label, *cells, _interval(result.of_best)))
-    title = f"Transfer, ms: medians of the requests after the first {SETTLING} of a phase; the best fixed choice in bold."
+    title = (
+        f"Transfer, ms: medians of the requests after the first {SETTLING} of a phase; the best fixed choice in bold."
+    )
     return f"{title}\n\n{table(('link', *arms, 'controller / best, paired'), rows)}"
 
 

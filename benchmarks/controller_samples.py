@@ -1,11 +1,12 @@
-"""What the controller benchmark measures, and what it comes to: each phase, the whole, settling, targets. Pure functions.
+"""What the controller benchmark measures, and what it comes to: phases, the whole, settling, targets. Pure functions.
 
-An *arm* is a prefill server that answers every request: ``controller``, ``native`` (SGLang's own backend) and one for each
-fixed candidate, named as the controller names it. A *phase* is a rate of the link; requests are numbered within it.
+An *arm* is a prefill server that answers every request: ``controller``, ``native`` (SGLang's own backend) and one for
+each fixed candidate, named as the controller names it. A *phase* is a rate of the link; requests are numbered within it.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import statistics
@@ -213,9 +214,7 @@ def _phase(phase: Phase, samples: Sequence[Sample]) -> PhaseResult:
     other = {s.number: s for s in settled[best]}
     own = sorted((s for s in samples if s.arm == CONTROLLER), key=lambda s: s.number)
     good = {arm for arm in arms if transfer[arm] <= NEAR * transfer[best]}
-    answered = {
-        s.number for s in samples if s.arm != CONTROLLER and s.target_s is not None and s.ttft_s <= s.target_s
-    }
+    answered = {s.number for s in samples if s.arm != CONTROLLER and s.target_s is not None and s.ttft_s <= s.target_s}
     late = [s for s in own if s.target_s is not None and s.ttft_s > s.target_s]
     steady = [s for s in own if s.decision != EXPLORING]
     return PhaseResult(
@@ -225,7 +224,7 @@ def _phase(phase: Phase, samples: Sequence[Sample]) -> PhaseResult:
         best=best,
         of_best=paired([s.transfer_s / other[s.number].transfer_s for s in settled[CONTROLLER] if s.number in other]),
         settled_after=_settled_after(own, good),
-        switches=sum(a.candidate != b.candidate for a, b in zip(steady, steady[1:], strict=False)),
+        switches=sum(a.candidate != b.candidate for a, b in itertools.pairwise(steady)),
         chosen={c: sum(s.candidate == c for s in own) for c in dict.fromkeys(s.candidate for s in own)},
         late=len(late),
         avoidable=sum(s.number in answered for s in late),

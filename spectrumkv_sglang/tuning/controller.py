@@ -89,6 +89,8 @@ class Controller:
         now = self._clock()
         with self._lock:
             self._decisions += 1
+            if self._speeds.fade():
+                self._envelopes.clear()
             peer = self._peer(ask.peer)
             decision = self._decide(ask, peer, now)
             peer.cooldowns.decided()
@@ -277,9 +279,7 @@ class Controller:
                 return
             first = candidate is not NATIVE and candidate.name not in peer.met
             if candidate is not NATIVE and measured.pack_s > 0:
-                self._speeds.add(
-                    candidate, measured.native_bytes, measured.pack_s + measured.unpack_s, first=first
-                )
+                self._speeds.add(candidate, measured.native_bytes, measured.pack_s + measured.unpack_s, first=first)
                 self._envelopes.clear()
                 peer.met.add(candidate.name)
             bandwidth = peer.bandwidth.estimate(now)

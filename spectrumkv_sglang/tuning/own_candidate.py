@@ -1,4 +1,4 @@
-"""The server's own profile as a candidate: it is always among them, and safe unless the configuration says otherwise."""
+"""The server's own profile as a candidate: always among them, and safe unless the configuration says otherwise."""
 
 from __future__ import annotations
 
