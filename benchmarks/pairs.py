@@ -54,6 +54,7 @@ class Variant:
         profile: SpectrumKV's profile; None for SGLang's own backend.
         budget: SpectrumKV's budget b; None for the profile's own.
         env: environment of both servers on top of the program's.
+        prefill_env: of prefill alone, on top of that.
         flags: further SGLang flags of both servers.
         python_paths: folders put in front on both servers' PYTHONPATH.
     """
@@ -62,6 +63,7 @@ class Variant:
     profile: str | None = None
     budget: float | None = None
     env: dict[str, str] = field(default_factory=lambda: dict(TUNED))
+    prefill_env: dict[str, str] = field(default_factory=dict)
     flags: tuple[str, ...] = ()
     python_paths: tuple[Path, ...] = ()
 
@@ -235,6 +237,7 @@ class PairBench:
             # Dummy weights have no probe result; decode's own profile has a low tier, so it asks for one too.
             env["SPECTRUMKV_REQUIRE_PROBE"] = "false"
         if on_prefill:
+            env.update(variant.prefill_env)
             path = self._transfer_log(variant)
             path.unlink(missing_ok=True)
             env[PLAIN_LOG_VARIABLE if variant.profile is None else "SPECTRUMKV_TRANSFER_LOG"] = str(path)

@@ -21,7 +21,6 @@ from pydantic import (
     Field,
     TypeAdapter,
     ValidationError,
-    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -44,7 +43,7 @@ from spectrumkv_sglang.importance.scorers import Scorer, make_scorer, scorer_nam
 from spectrumkv_sglang.payload.layout import bytes_per_row
 from spectrumkv_sglang.profiles.profile import Profile, load_profile
 from spectrumkv_sglang.profiles.tier import Tier, require_high
-from spectrumkv_sglang.tuning.settings import ControllerSettings, ProfileName
+from spectrumkv_sglang.tuning.settings import ControllerSettings, ProfileName, none_from_empty, true_is_no_number
 from spectrumkv_sglang.verification.enforcement import TierDecision, decide_tiers
 from spectrumkv_sglang.verification.fingerprint import ModelFingerprint
 from spectrumkv_sglang.verification.record import ProbedPolicy, ProbeRecord, profile_digest
@@ -82,13 +81,9 @@ def _tiers_from_text(value: Any) -> Any:
     return tuple(sorted(set(tiers)))
 
 
-def _none_from_empty(value: Any) -> Any:
-    return None if isinstance(value, str) and not value.strip() else value
-
-
 Bytes = Annotated[int, BeforeValidator(_bytes_from_text)]
-OptionalText = Annotated[str | None, BeforeValidator(_none_from_empty)]
-OptionalPath = Annotated[Path | None, BeforeValidator(_none_from_empty)]
+OptionalText = Annotated[str | None, BeforeValidator(none_from_empty)]
+OptionalPath = Annotated[Path | None, BeforeValidator(none_from_empty)]
 
 
 class SpectrumKVConfig(BaseSettings):
@@ -193,12 +188,7 @@ class SpectrumKVConfig(BaseSettings):
         """Keyword arguments only: ``load_config`` merges file and environment, and knows each value's source."""
         return (init_settings,)
 
-    @field_validator("*", mode="before")
-    @classmethod
-    def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
-        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
-            raise ValueError("this field is no switch: expected a value, not true or false")
-        return value
+    _true_is_no_number = field_validator("*", mode="before")(true_is_no_number)
 
     @field_validator("allowed_tiers")
     @classmethod
@@ -399,10 +389,14 @@ def _describe(problem: Any, given: Mapping[str, str], path: Path | None) -> str:
 def _describe_in_controller(
     place: tuple[Any, ...], value: Any, message: str, given: Mapping[str, str], path: Path | None
 ) -> str:
+    if not place and isinstance(value, Mapping):  # fields that contradict each other, wherever each comes from
+        sources = [text for field, text in given.items() if field.startswith(f"{CONTROLLER_FIELD}.")]
+        sources = ([str(path)] if path else []) + sources
+        return f"{CONTROLLER_FIELD}: {message} (from {', '.join(sources) or 'the defaults'})"
     name, fields = str(place[0]) if place else "", ControllerSettings.model_fields
     where = ".".join(str(part) for part in (CONTROLLER_FIELD, *place))
-    variables = [text for field, text in given.items() if field.startswith(f"{CONTROLLER_FIELD}.{name}")]
-    source = f"environment variable {', '.join(variables)}" if variables else f"{path}: {where}"
+    variable = given.get(f"{CONTROLLER_FIELD}.{name}")
+    source = f"environment variable {variable}" if variable else f"{path}: {where}"
     about = f"{name}: {fields[name].description}" if name in fields else f"the section holds {', '.join(fields)}"
     return f"{source} = {value!r}: {message} ({about})"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -333,6 +334,26 @@ def test_a_controllers_variable_is_refused_by_name() -> None:
         load_config(environ={"SPECTRUMKV_CONTROLLER_MAX_KL": "much"})
     with pytest.raises(ConfigError, match=r"_MAXKL is no .*mean SPECTRUMKV_CONTROLLER_MAX_KL"):
         load_config(environ={"SPECTRUMKV_CONTROLLER_MAXKL": "1"})
+
+
+def test_an_error_in_the_controllers_section_names_where_it_comes_from(tmp_path: Path) -> None:
+    def error(section: str, **environ: str) -> str:
+        variables = {f"SPECTRUMKV_CONTROLLER_{name}": value for name, value in environ.items()}
+        with pytest.raises(ConfigError) as caught:
+            load_config(write(tmp_path, f"controller: {section}\n"), environ=variables)
+        return str(caught.value)
+
+    of_the_file = error("{safe: [1]}", SAFE_KL="0.1")  # not of the variable whose name begins alike
+    assert "skv.yaml: controller.safe = [1]" in of_the_file
+    assert "SPECTRUMKV_CONTROLLER_SAFE_KL" not in of_the_file
+    no_section = error("true", MAX_KL="0.1")
+    assert "skv.yaml: controller = True" in no_section
+    assert "SPECTRUMKV_CONTROLLER_MAX_KL" not in no_section
+    of_both = error("{candidates: [{profile: int8, budget: 0.6, kl: 0.002}]}", SAFE="int8@0.7")
+    assert "safe is 'int8@0.7', expected one of the candidates int8@0.6" in of_both
+    assert re.search(r"from \S*skv.yaml, SPECTRUMKV_CONTROLLER_SAFE\)", of_both)
+    with pytest.raises(ConfigError, match=r"controller: safe is 'x'.*\(from SPECTRUMKV_CONTROLLER_SAFE\)"):
+        load_config(environ={"SPECTRUMKV_CONTROLLER_SAFE": "x"})
 
 
 # ---- the probe's record ----------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -55,7 +54,17 @@ def simulate(
     codec_gbs: Annotated[
         float, typer.Option(min=1e-9, help="GB/s of native KV through pack and unpack, where no candidate says.")
     ] = 40.0,
-    chunk_ms: Annotated[float, typer.Option(min=0, help="Milliseconds that a transfer costs beside its bytes.")] = 2.0,
+    chunk_ms: Annotated[float, typer.Option(min=0, help="Milliseconds that a chunk costs beside its stages.")] = 2.0,
+    payload_ms: Annotated[float, typer.Option(min=0, help="The same of each of its payloads.")] = 0.0,
+    native_chunk_ms: Annotated[
+        float | None, typer.Option(min=0, help="The same of a chunk on SGLang's own path; default: --chunk-ms.")
+    ] = None,
+    chunk_tokens: Annotated[int, typer.Option(min=1, help="SGLang's --chunked-prefill-size.")] = 8192,
+    overlap: Annotated[
+        float,
+        typer.Option(min=0.01, max=1, help="Speed of a transfer while its rank computes; share of its full speed."),
+    ] = 1.0,
+    slot_mib: Annotated[float, typer.Option(min=1e-3, help="Largest payload: slot_bytes, in MiB.")] = 16.0,
     seed: Annotated[int, typer.Option(min=0, help="Of arrivals and lengths.")] = 0,
     json: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON as well.")
@@ -66,16 +75,16 @@ def simulate(
     from spectrumkv_sglang.simulation import replay as work
     from spectrumkv_sglang.simulation.traces import BandwidthTrace, poisson_requests, read_bandwidth, read_requests
     from spectrumkv_sglang.tuning.frontier import NATIVE, Candidate
-    from spectrumkv_sglang.tuning.link_model import bytes_per_second
-    from spectrumkv_sglang.tuning.settings import candidate_label
+    from spectrumkv_sglang.tuning.link_model import FixedCost, bytes_per_second
+    from spectrumkv_sglang.tuning.own_candidate import own_candidate
 
     loaded = load_config(config)
     settings = loaded.controller
     candidates = [Candidate(item.label, item.budget, item.kl, item.speed) for item in settings.candidates]
-    own = candidate_label(loaded.loaded_profile.name, loaded.budget)
-    if own not in [item.name for item in candidates]:  # a server's own profile is always among them
-        candidates.append(Candidate(own, loaded.budget, math.inf if settings.safe_kl is None else settings.safe_kl))
-    safe = next(item for item in candidates if item.name == (settings.safe or own))
+    own = own_candidate(settings, loaded.loaded_profile, loaded.budget, loaded.budget)
+    if own.name not in [item.name for item in candidates]:
+        candidates.append(own)
+    safe = next(item for item in candidates if item.name == (settings.safe or own.name))
     asked = (
         read_requests(requests)
         if requests is not None
@@ -94,8 +103,12 @@ def simulate(
         prefill_tokens_per_second=prefill_rate,
         decode_seconds_per_token=decode_ms / 1e3,
         kv_bytes_per_token=kv_bytes,
-        codec_speeds=work.with_true_speeds(candidates, codec_gbs * 1e9),
-        chunk_seconds=chunk_ms / 1e3,
+        codecs=work.with_true_speeds(candidates, codec_gbs * 1e9),
+        fixed=FixedCost(chunk_ms / 1e3, payload_ms / 1e3),
+        native_chunk_seconds=(chunk_ms if native_chunk_ms is None else native_chunk_ms) / 1e3,
+        payload_bytes=slot_mib * 1024 * 1024,
+        chunk_tokens=chunk_tokens,
+        overlap=overlap,
     )
     unmeasured = work.unknown_speeds(candidates)
     results = [

@@ -16,13 +16,13 @@ from spectrumkv_sglang.profiles.profile import Profile, load_profile
 from spectrumkv_sglang.profiles.tier import Tier
 from spectrumkv_sglang.transfer.pool_view import PoolView
 from spectrumkv_sglang.tuning.frontier import Candidate
-from spectrumkv_sglang.tuning.settings import CandidateSettings, candidate_label
+from spectrumkv_sglang.tuning.own_candidate import NATIVE_PACKED, own_candidate
+from spectrumkv_sglang.tuning.settings import CandidateSettings
 from spectrumkv_sglang.verification.fingerprint import ModelFingerprint
-from spectrumkv_sglang.verification.record import profile_digest
 
 logger = logging.getLogger(__name__)
 
-NATIVE_PACKED = "native-packed"
+__all__ = ["NATIVE_PACKED", "SendingPolicy", "ServedCandidates", "configured_policies", "serve_candidates"]
 
 
 @dataclass(frozen=True)
@@ -113,14 +113,14 @@ def serve_candidates(
         candidates[setting.label] = Candidate(setting.label, _expected_b(policy, view), setting.kl, setting.speed)
         policies[setting.label] = policy
     own = SendingPolicy.of(served)
+    own_choice = own_candidate(settings, own.profile, own.budget, _expected_b(own, view))
     safe = candidates.get(settings.safe)
     if safe is None:
         if settings.safe:
             logger.log(level, "SpectrumKV controller: %s is left out, the server's profile is safe", settings.safe)
-        name = candidate_label(own.profile.name, own.budget)
-        safe = candidates.get(name) or Candidate(name, _expected_b(own, view), _own_kl(asked, own))
-        policies.setdefault(name, own)
-        candidates[name] = safe  # what the operator serves by is always among them
+        safe = candidates.get(own_choice.name, own_choice)
+        policies.setdefault(safe.name, own)
+        candidates[safe.name] = safe  # what the operator serves by is always among them
     logger.log(
         logging.INFO if speaks else logging.DEBUG,
         "SpectrumKV controller: candidates %s beside SGLang's own path, safe is %s",
@@ -165,18 +165,3 @@ def _expected_b(policy: SendingPolicy, view: PoolView) -> float:
     """The budget, as far as the tiers can take less and use more."""
     shares = _tier_shares(policy, view)
     return max(shares[-1], min(policy.budget, shares[0]))
-
-
-def _own_kl(asked: SpectrumKVConfig, own: SendingPolicy) -> float:
-    """Expected KL of the server's own profile: stated, or that of a candidate of this profile at no larger budget."""
-    if asked.controller.safe_kl is not None:
-        return asked.controller.safe_kl
-    if own.profile.name == NATIVE_PACKED:
-        return 0.0
-    digest = profile_digest(own.profile)
-    known = [
-        candidate.kl
-        for candidate in asked.controller.candidates
-        if profile_digest(load_profile(candidate.profile)) == digest and candidate.budget <= own.budget
-    ]
-    return min(known, default=math.inf)

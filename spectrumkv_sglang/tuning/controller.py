@@ -44,6 +44,7 @@ class _Peer:
     current: dict[Situation, str] = field(default_factory=dict)
     switches: dict[Situation, int] = field(default_factory=dict)  # under the present rate
     last_used: dict[str, int] = field(default_factory=dict)  # number of the decision
+    met: set[str] = field(default_factory=set)  # candidates that were sent before
     native_since_own: int = 0
     sending: int = 0
     regime: int = 0
@@ -88,6 +89,8 @@ class Controller:
         now = self._clock()
         with self._lock:
             self._decisions += 1
+            if self._speeds.fade():
+                self._envelopes.clear()
             peer = self._peer(ask.peer)
             decision = self._decide(ask, peer, now)
             peer.cooldowns.decided()
@@ -274,14 +277,16 @@ class Controller:
             if not _makes_sense(measured):
                 self._counts.refused_samples += 1
                 return
+            first = candidate is not NATIVE and candidate.name not in peer.met
             if candidate is not NATIVE and measured.pack_s > 0:
-                self._speeds.add(candidate, measured.native_bytes, measured.pack_s + measured.unpack_s)
+                self._speeds.add(candidate, measured.native_bytes, measured.pack_s + measured.unpack_s, first=first)
                 self._envelopes.clear()
+                peer.met.add(candidate.name)
             bandwidth = peer.bandwidth.estimate(now)
             taught = candidate is NATIVE and peer.native_since_own >= NATIVE_TEACHES_AFTER
             if candidate is NATIVE:
                 peer.native_since_own += 1
-            if bandwidth is not None and not taught:
+            if bandwidth is not None and not taught and not first:
                 line = self._speeds.of(candidate) * measured.native_bytes
                 line += measured.wire_bytes * measured.load / bandwidth
                 peer.residuals.add(candidate.name, measured.native_bytes, measured.seconds - line)

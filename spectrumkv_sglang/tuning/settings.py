@@ -35,15 +35,22 @@ ProfileName = Annotated[str, AfterValidator(_known_profile)]
 """Of a shipped profile, or the path of a .yaml file that can be read."""
 
 
+def true_is_no_number(cls: type[BaseModel], value: Any, info: ValidationInfo) -> Any:
+    """Before-validator of every field of a settings class: pydantic would read ``true`` as the number 1."""
+    if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
+        raise ValueError("this field is no switch: expected a value, not true or false")
+    return value
+
+
+def none_from_empty(value: Any) -> Any:
+    """Before-validator of optional fields: an empty environment variable clears the setting."""
+    return None if isinstance(value, str) and not value.strip() else value
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    @field_validator("*", mode="before")
-    @classmethod
-    def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
-        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
-            raise ValueError("this field is no switch: expected a value, not true or false")
-        return value
+    _true_is_no_number = field_validator("*", mode="before")(true_is_no_number)
 
 
 def candidate_label(profile: str, budget: float) -> str:
@@ -96,11 +103,7 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-def _none_from_empty(value: Any) -> Any:
-    return None if isinstance(value, str) and not value.strip() else value
-
-
-OptionalNumber = Annotated[float | None, BeforeValidator(_none_from_empty)]
+OptionalNumber = Annotated[float | None, BeforeValidator(none_from_empty)]
 
 
 class ControllerSettings(_Strict):

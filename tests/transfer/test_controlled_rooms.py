@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -251,6 +252,18 @@ def test_the_servers_own_profile_has_the_loss_of_its_candidate(make_prefill: Mak
     stated = {"enabled": True, "safe_kl": 0.2, "candidates": CANDIDATES}
     assert served(source, profile="balanced", budget=0.4, controller=stated).safe.kl == 0.2
     assert served(source, profile="native-packed", budget=1.0).safe.kl == 0.0
+
+
+def test_a_file_with_the_name_of_the_servers_profile_does_not_become_the_safe_candidate(
+    make_prefill: MakePrefill, tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("name: int8\ntiers:\n  high: {keys: int4, values: int4}\n")
+    impostor = {"enabled": True, "candidates": [{"profile": str(path), "budget": 0.6, "kl": 3.0}]}
+    found = served(make_prefill(), profile="int8", budget=0.6, controller=impostor)
+    assert [c.name for c in found.candidates] == ["int8@0.6", "own:int8@0.6"]
+    assert (found.safe.name, found.safe.kl) == ("own:int8@0.6", float("inf"))
+    assert found.policies["own:int8@0.6"].profile == load_profile("int8")
 
 
 def test_kernels_of_every_candidate_are_known_at_the_start(make_prefill: MakePrefill) -> None:

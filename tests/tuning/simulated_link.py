@@ -36,6 +36,7 @@ class SimulatedLink:
     settings: dict[str, Any] = field(default_factory=dict)
     now: float = 1000.0
     peer: str = "decode:1"
+    stalls: dict[str, float] = field(default_factory=dict)  # seconds in which a candidate's first transfer is unpacked
 
     def __post_init__(self) -> None:
         settings = ControllerSettings(**{"enabled": True, "explore": 0.0, **self.settings})
@@ -60,8 +61,12 @@ class SimulatedLink:
         native = decision.candidate is NATIVE
         wire = size * decision.candidate.b
         busy = seconds if native else wire / self.rate * spread
+        stall = self.stalls.get(decision.candidate.name, 0.0)
+        if stall:
+            self.stalls[decision.candidate.name] = 0.0
+        seconds += stall
         self.now += seconds
         self.controller.link_sample(self.peer, wire, busy, native)
         codec = 0.0 if native else size / SPEEDS[decision.candidate.name]
-        self.controller.finished(decision, Measured(size, wire, seconds, codec / 2, codec / 2))
+        self.controller.finished(decision, Measured(size, wire, seconds, codec / 2, codec / 2 + stall))
         return decision

@@ -31,6 +31,16 @@ from spectrumkv_sglang.tuning.settings import ControllerSettings
 UNLIMITED = 80 * GBPS
 
 
+@pytest.mark.parametrize("stalled", [NEAR.name, BALANCED.name, AGGRESSIVE.name])
+@pytest.mark.parametrize("rate", [0.1, 1.0])
+def test_a_candidate_whose_first_transfer_stalled_is_tried_again(stalled: str, rate: float) -> None:
+    link = SimulatedLink(rate=rate * GBPS, stalls={stalled: 10.0})
+    for _ in range(60):
+        link.send()
+    for _ in range(20):
+        assert link.seconds(link.send().candidate, 32 * MIB) <= 1.05 * link.seconds(link.best(32 * MIB), 32 * MIB)
+
+
 def test_without_a_sample_the_safe_candidate() -> None:
     link = SimulatedLink()
     assert (link.send().candidate, link.send().reason) == (NEAR, DecisionReason.ENVELOPE)
