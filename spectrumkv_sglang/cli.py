@@ -13,6 +13,7 @@ from rich.console import Console
 
 from spectrumkv_sglang.calibration.command import calibrate
 from spectrumkv_sglang.errors import SpectrumKVError
+from spectrumkv_sglang.report.command import report as report_page
 from spectrumkv_sglang.simulation.command import simulate
 from spectrumkv_sglang.sizing.command import size
 
@@ -27,6 +28,7 @@ app = typer.Typer(
 )
 
 app.command(epilog=EXIT_CODES)(calibrate)
+app.command("report", epilog=EXIT_CODES)(report_page)
 app.command(epilog=EXIT_CODES)(simulate)
 app.command(epilog=EXIT_CODES)(size)
 

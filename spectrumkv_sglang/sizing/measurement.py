@@ -35,7 +35,9 @@ def measure_speeds(
     from spectrumkv_sglang.transfer.pool_view import PoolView
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    tokens = min(MOST_TOKENS[device.type], max(LEAST_TOKENS, MOST_BYTES[device.type] // geometry.native_bytes_per_token))
+    tokens = min(
+        MOST_TOKENS[device.type], max(LEAST_TOKENS, MOST_BYTES[device.type] // geometry.native_bytes_per_token)
+    )
     generator = torch.Generator(device).manual_seed(0)
     dtype = getattr(torch, geometry.dtype)
 
