@@ -26,11 +26,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Shared libraries that Mooncake loads.
 DEBIAN_PACKAGES := libibverbs1 libnuma1 librdmacm1
 LIBRARIES := libibverbs.so.1 libnuma.so.1 librdmacm.so.1
+# Programs that tests run: a browser for reports, promtool for alert rules. Debian's packages chromium and prometheus.
+TEST_PROGRAMS := chromium promtool
 
 # One thread a process: the servers share few cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup libraries model demo test test-versions lint clean
+.PHONY: help setup libraries model demo test test-programs test-versions lint clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -90,7 +92,19 @@ model: setup ## Fetch and convert the small real model of the demo and the tests
 demo: setup ## Run a real prefill/decode pair and compare it with a plain server
 	$(BIN)/python -m spectrumkv_sglang.launch.demo $(DEMO_ARGS)
 
-test: model ## Run all tests
+test-programs: # Without the right to install, the tests that need them say so and skip; for root they fail.
+	@for program in $(TEST_PROGRAMS); do \
+	    command -v $$program >/dev/null && continue; \
+	    if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	        echo "test: installing chromium and prometheus from Debian's packages"; \
+	        apt-get update -qq; \
+	        DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium prometheus; \
+	        break; \
+	    fi; \
+	    echo "test: $$program is missing: what needs it is NOT TESTED. sudo apt-get install chromium prometheus" >&2; \
+	done
+
+test: model test-programs ## Run all tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-versions: model ## Run the real pair on each supported SGLang release

@@ -13,7 +13,9 @@ from rich.console import Console
 
 from spectrumkv_sglang.calibration.command import calibrate
 from spectrumkv_sglang.errors import SpectrumKVError
+from spectrumkv_sglang.report.command import report as report_page
 from spectrumkv_sglang.simulation.command import simulate
+from spectrumkv_sglang.sizing.command import size
 
 EXIT_CODES = "Exit codes: 0 fine, 1 a problem that stops SpectrumKV, 2 wrong usage."
 
@@ -26,7 +28,9 @@ app = typer.Typer(
 )
 
 app.command(epilog=EXIT_CODES)(calibrate)
+app.command("report", epilog=EXIT_CODES)(report_page)
 app.command(epilog=EXIT_CODES)(simulate)
+app.command(epilog=EXIT_CODES)(size)
 
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON as well.")]
 

@@ -1,4 +1,6 @@
-"""Property tests try the same examples in every run, so that a change fails for what it changed.
+"""What all tests share: hypothesis' settings, and programs that are not Python's.
+
+Property tests try the same examples in every run, so that a change fails for what it changed.
 
 ``HYPOTHESIS_PROFILE=search`` tries new ones: what it finds belongs in an ``@example``.
 """
@@ -6,9 +8,30 @@
 from __future__ import annotations
 
 import os
+import shutil
+from collections.abc import Callable
 
+import pytest
 from hypothesis import settings
 
 settings.register_profile("repeatable", derandomize=True, database=None)
 settings.register_profile("search", print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+
+@pytest.fixture(scope="session")
+def program() -> Callable[[str], str]:
+    """Path of a program that `make test` installs from Debian's packages (Makefile, TEST_PROGRAMS).
+
+    Where it could have been installed and is not, the test fails; only without the right to install does it skip.
+    """
+
+    def path_of(name: str) -> str:
+        found = shutil.which(name)
+        if found is None and os.geteuid() == 0 and shutil.which("apt-get"):
+            pytest.fail(f"{name} is not installed: run `make test-programs`, as `make test` does")
+        if found is None:
+            pytest.skip(f"NOT TESTED: {name} is not installed and only root may install it (make test-programs)")
+        return found
+
+    return path_of

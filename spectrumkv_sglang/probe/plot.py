@@ -25,8 +25,16 @@ def draw(result: ProbeResult, path: Path) -> bytes:
     """The picture of ``result`` in the format that the ending of ``path`` names."""
     from matplotlib.figure import Figure
 
-    names = [name for name in result.kl if name != "native"]
     figure = Figure(figsize=(14, 3.6), layout="constrained")
+    draw_on(figure, result)
+    picture = io.BytesIO()
+    figure.savefig(picture, format=path.suffix.lower().lstrip("."), dpi=120)
+    return picture.getvalue()
+
+
+def draw_on(figure: Any, result: ProbeResult) -> None:
+    """The picture of ``result`` on an empty matplotlib figure."""
+    names = [name for name in result.kl if name != "native"]
     kl_axes, ppl_axes, top1_axes, needle_axes = figure.subplots(1, 4)
     limits = result.thresholds
     _bars(kl_axes, names, result.kl, limits["max_kl"], "KL from native, nats a token")
@@ -46,9 +54,6 @@ def draw(result: ProbeResult, path: Path) -> bytes:
     needle_axes.set_title("needles: circle found, cross lost", fontsize=10)
     verdict = result.verdict.replace("_", " ")
     figure.suptitle(f"{Path(result.model).name}, profile {result.profile}: {verdict} (dashed: limit)")
-    picture = io.BytesIO()
-    figure.savefig(picture, format=path.suffix.lower().lstrip("."), dpi=120)
-    return picture.getvalue()
 
 
 def _bars(axes: Any, names: list[str], values: dict[str, float], limit: float, title: str) -> None:

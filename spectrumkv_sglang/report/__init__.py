@@ -1,0 +1,1 @@
+"""`spectrumkv report`: results and running servers as one self-contained HTML page."""

@@ -1,0 +1,179 @@
+"""`spectrumkv size` against what was measured, and what it says where tiers would bring nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+
+from spectrumkv_sglang.sizing.errors import SizingError
+from spectrumkv_sglang.sizing.model_kv import read_model
+from spectrumkv_sglang.sizing.speeds import read_speeds
+
+GPU_JSON = Path(__file__).parents[2] / "docs" / "results" / "gpu.json"
+LLAMA_BYTES = 131072
+
+
+def sized(result: Result, path: Path) -> dict[str, Any]:
+    assert result.exit_code == 0, result.output
+    return dict(json.loads(path.read_text()))
+
+
+def choice(document: dict[str, Any], profile: str, prompt: int = 0) -> dict[str, Any]:
+    return next(one for one in document["estimates"][prompt]["choices"] if one["profile"] == profile)
+
+
+def test_it_says_what_the_pairs_on_a_gpu_measured(
+    model_of: Callable[..., Path], size: Callable[..., Result], tmp_path: Path
+) -> None:
+    """8,192 tokens of Llama-3.1-8B's shape on 10 Gb/s (docs/results/gpu.md): prefill took .28 s there."""
+    out = tmp_path / "size.json"
+    document = sized(
+        size("--model-path", model_of(), "--gbps", 10, "--prompt-tokens", 8192, "--speeds", GPU_JSON,
+             "--prefill-rate", 8192 / 0.28, "--json", out),
+        out,
+    )  # fmt: skip
+    assert document["kv_bytes_per_token"] == LLAMA_BYTES
+    estimate = document["estimates"][0]
+    assert estimate["native_ttft_seconds"] == pytest.approx(1.178, rel=0.05)
+    for profile, seconds in (("int8", 0.750), ("near-lossless", 0.767), ("balanced", 0.574), ("aggressive", 0.482)):
+        assert choice(document, profile)["ttft_seconds"] == pytest.approx(seconds, rel=0.06), profile
+    assert document["advice"][0]["worth_it"]
+
+
+def test_a_file_comes_first_with_its_own_budget_and_slots(
+    model_of: Callable[..., Path], size: Callable[..., Result], tmp_path: Path
+) -> None:
+    config, out = tmp_path / "mine.yaml", tmp_path / "size.json"
+    config.write_text("profile: balanced\nbudget: 0.4\nlanding_slots: 32\n")
+    document = sized(
+        size("--model-path", model_of(), "--gbps", 10, "--prompt-tokens", 8192, "--config", config, "--tp", 4,
+             "--json", out),
+        out,
+    )  # fmt: skip
+    first = document["estimates"][0]["choices"][0]
+    assert (first["profile"], first["budget"]) == ("balanced", 0.4)
+    assert first["b"] == pytest.approx(0.4, abs=0.002)
+    assert first["b"] <= 0.4
+    assert document["memory"]["landing_bytes"] == 4 * 32 * 16 * 2**20
+
+
+def test_ranks_share_the_link_and_the_work(
+    model_of: Callable[..., Path], size: Callable[..., Result], tmp_path: Path
+) -> None:
+    documents = []
+    for tp in (1, 8):
+        out = tmp_path / f"{tp}.json"
+        arguments = ("--model-path", model_of(), "--gbps", 10, "--prompt-tokens", 8192, "--tp", tp, "--json", out)
+        documents.append(sized(size(*arguments), out))
+    alone, split = (document["estimates"][0] for document in documents)
+    assert split["native_transfer_seconds"] == pytest.approx(alone["native_transfer_seconds"])
+    assert split["prefill_seconds"] == pytest.approx(alone["prefill_seconds"] / 8)
+    assert split["native_bytes"] == alone["native_bytes"] == 8192 * LLAMA_BYTES
+
+
+def test_heads_are_held_twice_where_ranks_outnumber_them(model_of: Callable[..., Path]) -> None:
+    assert read_model(model_of(), tp=16).bytes_per_token == 2 * LLAMA_BYTES
+    with pytest.raises(SizingError, match="--tp 3 does not divide 8 KV heads"):
+        read_model(model_of(), tp=3)
+
+
+@pytest.mark.parametrize(
+    ("gbps", "tokens", "why"),
+    [
+        (10, 32, "under min_tokens (64)"),
+        (10, 1024, "under 4,096 tokens"),
+        (400, 8192, "the link is too fast"),
+        (60, 2000, "under 4,096 tokens"),
+    ],
+)
+def test_it_says_when_it_is_not_worth_it(
+    model_of: Callable[..., Path], size: Callable[..., Result], gbps: int, tokens: int, why: str
+) -> None:
+    result = size("--model-path", model_of(), "--gbps", gbps, "--prompt-tokens", tokens)
+    assert result.exit_code == 0
+    assert f"{tokens:,} tokens: no: " in result.output
+    assert why in result.output
+    assert "Not worth turning on for these prompts on this link." in result.output
+
+
+def test_a_slow_prefill_hides_the_transfer(model_of: Callable[..., Path], size: Callable[..., Result]) -> None:
+    arguments = ("--model-path", model_of(), "--gbps", 10, "--prompt-tokens", 32768, "--prefill-rate", 1000)
+    result = size(*arguments)
+    assert "prefill is what it waits for" in result.output
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"kv_lora_rank": 512}, "mla"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "hybrid_state"),
+        ({"architectures": ["GptOssForCausalLM"]}, "hybrid_state"),
+        ({"quantization_config": {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}}, "unsupported_dtype"),
+    ],
+)
+def test_native_kv_is_said_to_be_native(
+    model_of: Callable[..., Path], size: Callable[..., Result], changes: dict[str, Any], reason: str
+) -> None:
+    result = size("--model-path", model_of(changes), "--gbps", 1, "--prompt-tokens", 32768)
+    assert result.exit_code == 0
+    assert "Not worth turning on" in result.output
+    assert f"natively, reason {reason}" in result.output
+
+
+def test_sliding_windows_in_one_pool_are_tiered(model_of: Callable[..., Path]) -> None:
+    model = read_model(model_of({"layer_types": ["sliding_attention", "full_attention"]}))
+    assert model.native_reason is None
+    assert "sliding-window layers share the plain pool" in model.native_detail
+
+
+def test_speeds_come_from_transfers_too(tmp_path: Path) -> None:
+    """1 GiB in 1 s at .9 GB on the wire over 8 Gb/s of goodput: .1 s beyond the bytes."""
+    path = tmp_path / "transfer.json"
+    sample = {"variant": "int8", "rate_gbps": 10.0, "prompt_tokens": 8192, "transfer_seconds": 1.0,
+              "native_bytes": 2**30, "wire_bytes": 900_000_000, "status": "ok", "repeat": 0, "chunks": 1}  # fmt: skip
+    variants = [{"name": "int8", "profile": "int8"}, {"name": "plain-tuned", "profile": None}]
+    path.write_text(json.dumps({"samples": [sample], "variants": variants, "goodput_gbps": {"10": 8.0}}))
+    speed = read_speeds(path, bytes_per_token=LLAMA_BYTES).of("int8")
+    assert 1 / (1 / speed.pack + 1 / speed.unpack) == pytest.approx(2**30 / 0.1)
+    assert read_speeds(path, bytes_per_token=LLAMA_BYTES).of("balanced").source == "not measured: as int8"
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"kernels": [{"page_size": 1}]}', "no json"])
+def test_other_files_are_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(content)
+    with pytest.raises(SizingError, match=r"--speeds .*other\.json"):
+        read_speeds(path, bytes_per_token=LLAMA_BYTES)
+
+
+def test_a_measurement_can_be_kept_and_used_again(
+    model_of: Callable[..., Path], size: Callable[..., Result], tmp_path: Path
+) -> None:
+    small = {"num_hidden_layers": 2, "num_key_value_heads": 1, "hidden_size": 256, "head_dim": 64}
+    out, again = tmp_path / "a.json", tmp_path / "b.json"
+    model = model_of(small)
+    measured = sized(size("--model-path", model, "--gbps", 1, "--prompt-tokens", 8192, "--measure", "--json", out), out)
+    assert "measured here" in measured["speeds"]["source"]
+    speeds = measured["speeds"]["by_profile"].values()
+    assert {"balanced", "native-packed"} <= set(measured["speeds"]["by_profile"])
+    assert all(0 < speed["pack"] < 1e13 and 0 < speed["unpack"] < 1e13 for speed in speeds)
+    reused = sized(
+        size("--model-path", model, "--gbps", 1, "--prompt-tokens", 8192, "--speeds", out, "--json", again), again
+    )
+    assert reused["estimates"] == measured["estimates"]
+
+
+def test_wrong_usage(model_of: Callable[..., Path], size: Callable[..., Result], tmp_path: Path) -> None:
+    model = model_of()
+    assert size("--model-path", model, "--gbps", 10).exit_code == 2
+    assert size("--model-path", model, "--gbps", 0, "--prompt-tokens", 8192).exit_code == 2
+    both = ("--measure", "--speeds", GPU_JSON)
+    assert size("--model-path", model, "--gbps", 10, "--prompt-tokens", 8192, *both).exit_code == 2
+    missing = size("--model-path", tmp_path / "no", "--gbps", 10, "--prompt-tokens", 8192)
+    assert isinstance(missing.exception, SizingError)
+    assert "--model-path" in str(missing.exception)
