@@ -48,8 +48,8 @@ SHAPES = {
 }
 """Channels of a block that a program takes, times its rows: whole words of the narrowest plane, and a warp for each 32,
 so that it has one channel for each thread. With 128 registers a multiprocessor holds sixteen warps. 64 channels and two
-warps beat 32 and one by 11 (INT8) and 22 (INT4) points of the floor on an H200, four warps lose as much (docs/results/gpu.md).
-Pools of four bytes an element take twice the warps and what registers they like."""
+warps beat 32 and one by 11 (INT8) and 22 (INT4) points of the floor on an H200, four warps lose as much
+(docs/results/gpu.md). Pools of four bytes an element take twice the warps and what registers they like."""
 
 
 @triton.jit

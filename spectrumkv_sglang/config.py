@@ -81,6 +81,20 @@ def _tiers_from_text(value: Any) -> Any:
     return tuple(sorted(set(tiers)))
 
 
+def _ports_from_value(value: Any) -> Any:
+    text = str(value).strip() if isinstance(value, (int, str)) else value
+    if text == "" or text is None:
+        return None
+    first, dash, last = text.partition("-") if isinstance(text, str) else ("", "", "")
+    ends = (first.strip(), last.strip() if dash else first.strip())
+    if not all(end.isascii() and end.isdigit() and len(end) <= 5 for end in ends):
+        raise ValueError("expected a port or a range of ports such as 18000 or 18000-18015")
+    low, high = int(ends[0]), int(ends[1])
+    if not 1 <= low <= high <= 65535:
+        raise ValueError("expected ports from 1 to 65535, the lower one first")
+    return f"{low}-{high}"
+
+
 Bytes = Annotated[int, BeforeValidator(_bytes_from_text)]
 OptionalText = Annotated[str | None, BeforeValidator(none_from_empty)]
 OptionalPath = Annotated[Path | None, BeforeValidator(none_from_empty)]
@@ -149,6 +163,13 @@ class SpectrumKVConfig(BaseSettings):
         default=120.0, gt=0, le=86400, description="decode takes back slots that prefill left; seconds"
     )
     control_host: OptionalText = Field(default=None, description="address that decode's control channel binds to; host")
+    control_port: Annotated[str | None, BeforeValidator(_ports_from_value)] = Field(
+        default=None,
+        description="port, or range of ports with one for each rank, of decode's control channel: 18000-18015; random",
+    )
+    control_secret_file: OptionalPath = Field(
+        default=None, description="file with the secret that prefill and decode share, the same on both; path"
+    )
     tune_tcp: bool = Field(
         default=True, description="over TCP, set Mooncake's variables that are not set; `spectrumkv doctor` lists them"
     )
@@ -243,6 +264,14 @@ class SpectrumKVConfig(BaseSettings):
         table = self.loaded_profile.table(geometry, self.allowed_tiers)
         return float(bytes_per_row(geometry, table).min()) / geometry.native_bytes_per_token
 
+    @property
+    def control_ports(self) -> range:
+        """Ports that ``control_port`` allows; empty: any."""
+        if self.control_port is None:
+            return range(0)
+        low, high = self.control_port.split("-")
+        return range(int(low), int(high) + 1)
+
     def decide_tiers(self, fingerprint: Callable[[], ModelFingerprint]) -> TierDecision:
         """Tiers that a server with this configuration may use. ``fingerprint`` gives the served model's and is called
         only when it matters; its FingerprintError counts as a changed model."""
@@ -300,8 +329,8 @@ def load_config(
 
     Args:
         path: YAML file; None: the one that ``SPECTRUMKV_CONFIG`` names, if any.
-        environ: environment variables; an empty value counts as not set, except that it clears ``control_host`` and
-            ``transfer_log``.
+        environ: environment variables; an empty value counts as not set, except that it clears ``control_host``,
+            ``control_port``, ``control_secret_file`` and ``transfer_log``.
         options: field -> (command line option that gave it, value); they beat both.
 
     Raises:
@@ -357,7 +386,8 @@ def _read_environ(environ: Mapping[str, str]) -> dict[str, Any]:
             meant = suggestion(variable, fields | of_controller)
             raise ConfigError(f"environment variable {variable} is no SpectrumKV setting{meant}: unset it")
     ours = {variable: environ[variable] for variable in environ if variable in fields}
-    clearable = {f"{ENV_PREFIX}CONTROL_HOST", f"{ENV_PREFIX}TRANSFER_LOG"}
+    names = ("CONTROL_HOST", "CONTROL_PORT", "CONTROL_SECRET_FILE", "TRANSFER_LOG")
+    clearable = {f"{ENV_PREFIX}{name}" for name in names}
     return _UndecodedEnvironment({name: value for name, value in ours.items() if value.strip() or name in clearable})()
 
 

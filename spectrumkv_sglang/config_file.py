@@ -11,7 +11,7 @@ import yaml
 
 from spectrumkv_sglang.errors import SpectrumKVError
 from spectrumkv_sglang.profiles.profile import is_profile_path
-from spectrumkv_sglang.strict_yaml import load_yaml
+from spectrumkv_sglang.strict_yaml import load_yaml, read_text
 
 CONFIG_PATH_VARIABLE = "SPECTRUMKV_CONFIG"
 FILE_SECTION = "spectrumkv"
@@ -30,7 +30,7 @@ def read_config_file(path: Path, fields: Collection[str]) -> dict[str, Any]:
         ConfigError: names the file, the field and what to do.
     """
     try:
-        document = load_yaml(path.read_text(encoding="utf-8"))
+        document = load_yaml(read_text(path))
     except (OSError, UnicodeDecodeError) as error:  # the latter is a ValueError, too
         raise ConfigError(
             f"cannot read SpectrumKV configuration {path} (--spectrumkv-config or {CONFIG_PATH_VARIABLE}): {error}"

@@ -28,7 +28,7 @@ from pydantic_core import PydanticSerializationError
 
 from spectrumkv_sglang.errors import SpectrumKVError
 from spectrumkv_sglang.launch_flags import Flags, FlagsError, arguments_from_flags, check_flags, merged_flags
-from spectrumkv_sglang.strict_yaml import load_yaml
+from spectrumkv_sglang.strict_yaml import load_yaml, read_text
 
 FORMAT = 1
 ROLES = ("prefill", "decode")
@@ -143,7 +143,7 @@ def read_launch_config(path: str | Path) -> LaunchConfig:
 
 def _load_document(path: Path) -> Any:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except FileNotFoundError as error:
         raise LaunchConfigError(
             f"there is no launch config {path}: make one with `spectrumkv probe --model-path MODEL --out {path}`"

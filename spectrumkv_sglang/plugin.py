@@ -137,11 +137,14 @@ def _choose_backend(server_args: Any, *args: Any, **kwargs: Any) -> None:
     if chosen is None:
         return
     from spectrumkv_sglang.config import load_config
+    from spectrumkv_sglang.control_secret import read_control_secret
 
     # The scheduler processes check SGLang's extension points. Here that would import prometheus_client before SGLang
     # has named its multi-process folder, and the server's own metrics would be lost.
     config = load_config()
     if config.enabled:
+        if config.control_secret_file is not None:
+            read_control_secret(config.control_secret_file)  # the ranks read it again
         _refuse_unproven(config, compat.served_model(server_args))
     os.environ[compat.ACTIVE_VARIABLE] = chosen
     if config.tune_tcp and (chosen == compat.BACKEND_TCP or tcp_is_forced(os.environ)):

@@ -1,12 +1,18 @@
-"""YAML that says everything once: a key given twice is refused, where PyYAML silently takes the last."""
+"""YAML that says everything once: a key given twice is refused, where PyYAML silently takes the last.
+
+Files are read up to a bound, so that a wrong path, a device for instance, ends in an error and not in full memory.
+"""
 
 from __future__ import annotations
 
+import errno
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 _MOST_BITS = 1024
+MOST_FILE_BYTES = 4 << 20
 
 
 class _UniqueKeys(yaml.SafeLoader):
@@ -38,6 +44,15 @@ class _UniqueKeys(yaml.SafeLoader):
 
 
 _UniqueKeys.add_constructor("tag:yaml.org,2002:int", _UniqueKeys.construct_yaml_int)
+
+
+def read_text(path: Path) -> str:
+    """The text of a file of at most 4 MiB in UTF-8. Raises OSError, also for a longer one, and UnicodeDecodeError."""
+    with path.open("rb") as file:
+        content = file.read(MOST_FILE_BYTES + 1)
+    if len(content) > MOST_FILE_BYTES:
+        raise OSError(errno.EFBIG, f"expected a file of at most {MOST_FILE_BYTES} bytes, this one has more", str(path))
+    return content.decode("utf-8")
 
 
 def load_yaml(text: str) -> Any:

@@ -215,7 +215,7 @@ class TransferMetrics:
 
     @_never_raises
     def control_message_rejected(self, kind: Rejection) -> None:
-        """Counts one control message that was stale or could not be read."""
+        """Counts one control message or connection that was refused."""
         self._counter(specs.CONTROL_REJECTED, kind=kind.value).inc()
 
     @_never_raises

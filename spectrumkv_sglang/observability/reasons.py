@@ -46,6 +46,8 @@ class Rejection(str, Enum):
 
     STALE = "stale"
     GARBAGE = "garbage"
+    UNKNOWN_PEER = "unknown_peer"
+    UNAUTHENTICATED = "unauthenticated"
 
 
 class ProbeState(str, Enum):
@@ -76,6 +78,7 @@ class Reason(str, Enum):
     DRY_RUN = "dry_run"
     PEER_WITHOUT_SPECTRUMKV = "peer_without_spectrumkv"
     PROTOCOL_VERSION = "protocol_version"
+    SECRET_MISMATCH = "secret_mismatch"
     DISABLED = "disabled"
     TP_MISMATCH = "tp_mismatch"
     PIPELINE_PARALLEL = "pipeline_parallel"
@@ -189,6 +192,7 @@ _REASON_MEANING: dict[Reason, str] = {
     Reason.DRY_RUN: "the controller has decided and only says so: `controller: {dry_run: true}`",
     Reason.PEER_WITHOUT_SPECTRUMKV: "decode sent no SpectrumKV handshake: start it with this backend too",
     Reason.PROTOCOL_VERSION: "the peer speaks another protocol version: finish the rolling upgrade",
+    Reason.SECRET_MISMATCH: "prefill and decode hold different control secrets: the same control_secret_file for all",
     Reason.DISABLED: "SpectrumKV is switched off by `enabled: false`",
     Reason.TP_MISMATCH: "prefill and decode split the heads differently: use the same tensor-parallel size on both",
     Reason.PIPELINE_PARALLEL: "pipeline parallelism splits the layers over ranks: not tiered",

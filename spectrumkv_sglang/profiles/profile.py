@@ -23,6 +23,7 @@ from spectrumkv_sglang.payload.geometry import KVGeometry
 from spectrumkv_sglang.payload.precision_table import PrecisionTable
 from spectrumkv_sglang.profiles.errors import ProfileError
 from spectrumkv_sglang.profiles.tier import TIER_COUNT, Tier
+from spectrumkv_sglang.strict_yaml import load_yaml, read_text
 
 _SHIPPED = "spectrumkv_sglang.profiles.shipped"
 _OTHER_NAMES = {"spectrum": "spectrum-paper"}
@@ -274,7 +275,7 @@ def load_profile(name_or_path: str | Path) -> Profile:
     source = str(name_or_path)
     if isinstance(name_or_path, Path) or is_profile_path(source):
         try:
-            text = Path(source).read_text(encoding="utf-8")
+            text = read_text(Path(source))
         except (OSError, UnicodeDecodeError) as error:
             raise ProfileError(f"cannot read profile file {source}: {error}") from error
     elif (name := _OTHER_NAMES.get(source, source)) in shipped_profiles():
@@ -288,8 +289,8 @@ def load_profile(name_or_path: str | Path) -> Profile:
 
 def _parse_profile(text: str, source: str) -> Profile:
     try:
-        document = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        document = load_yaml(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ProfileError(f"profile {source} is not valid YAML: {error}") from error
     if not isinstance(document, dict):
         raise ProfileError(f"profile {source} must be a mapping with name and tiers, got {type(document).__name__}")

@@ -20,10 +20,10 @@ from spectrumkv_sglang.transfer.pool_view import PoolView
 from spectrumkv_sglang.transfer.sending_policy import NATIVE_PACKED, SendingPolicy
 from spectrumkv_sglang.transfer.unpacking import pool_slots_of_pages
 
-# Size on the wire of one sub-chunk's COMMIT and DONE without tier map, an upper bound (checked by a test).
-SUBCHUNK_MESSAGE_BYTES = 320
+# Size on the wire of one sub-chunk's COMMIT and DONE without tier map, encrypted: an upper bound (checked by a test).
+SUBCHUNK_MESSAGE_BYTES = 384
 # The same of one chunk's OPEN, GRANTED and CLOSE without the precision table.
-CHUNK_MESSAGE_BYTES = 1024
+CHUNK_MESSAGE_BYTES = 960
 
 
 @dataclass(frozen=True)

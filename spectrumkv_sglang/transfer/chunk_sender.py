@@ -112,6 +112,7 @@ class ChunkSender:
         flight.channel.send(
             Open(
                 chunk=flight.chunk,
+                boot_id=task.peer.boot_id,
                 room=task.room,
                 page_start=task.page_start,
                 page_count=len(task.pages),

@@ -8,6 +8,7 @@ from collections import OrderedDict
 import zmq
 
 from spectrumkv_sglang.observability.reasons import FailureCause, Reason
+from spectrumkv_sglang.transfer.control_keys import ControlKeys
 from spectrumkv_sglang.transfer.errors import ChunkFailedError, GoNativeError
 from spectrumkv_sglang.transfer.messages import (
     MAX_MESSAGE_BYTES,
@@ -19,19 +20,30 @@ from spectrumkv_sglang.transfer.messages import (
 
 _SEND_TIMEOUT_MS = 5000
 _MOST_CHANNELS = 256
+_CURVE_BYTES = 33  # command name, nonce, authenticator and flags around each frame (CurveZMQ, RFC 26)
 
 
 class ControlChannel:
     """Request and reply with one decode rank. Not thread-safe: each worker thread owns its channels."""
 
-    def __init__(self, context: zmq.Context, endpoint: str) -> None:  # type: ignore[type-arg]
+    def __init__(
+        self,
+        context: zmq.Context,  # type: ignore[type-arg]
+        endpoint: str,
+        keys: ControlKeys | None = None,
+    ) -> None:
         self.endpoint = endpoint
         self.frame_bytes = 0  # bytes of frames sent and received, for wire accounting
         self.stale_messages = 0
+        self._around = 0 if keys is None else _CURVE_BYTES
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDTIMEO, _SEND_TIMEOUT_MS)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        if keys is not None:
+            self._socket.setsockopt(zmq.CURVE_SERVERKEY, keys.decode.public)
+            self._socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.prefill.public)
+            self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.prefill.private)
         if endpoint.startswith("tcp://["):
             self._socket.setsockopt(zmq.IPV6, 1)
         try:
@@ -49,7 +61,7 @@ class ControlChannel:
             raise ChunkFailedError(
                 FailureCause.BAD_MESSAGE, f"control message to {self.endpoint} could not be sent: {error}"
             ) from error
-        self.frame_bytes += len(frame)
+        self.frame_bytes += len(frame) + self._around
 
     def receive(self, chunk: int, timeout: float) -> DecodeMessage | None:
         """Next message that belongs to ``chunk``, or None after ``timeout`` seconds.
@@ -62,7 +74,7 @@ class ControlChannel:
             if not self._socket.poll(max(0, int(remaining * 1000))):
                 return None
             frame = self._socket.recv(zmq.NOBLOCK)
-            self.frame_bytes += len(frame)
+            self.frame_bytes += len(frame) + self._around
             message = decode_from_decode(frame)
             if message.chunk == chunk:
                 return message
@@ -77,8 +89,8 @@ class ControlChannel:
 class ControlChannels:
     """The channels of one worker thread, least recently used ones closed first."""
 
-    def __init__(self, context: zmq.Context) -> None:  # type: ignore[type-arg]
-        self._context = context
+    def __init__(self, context: zmq.Context, keys: ControlKeys | None = None) -> None:  # type: ignore[type-arg]
+        self._context, self._keys = context, keys
         self._channels: OrderedDict[str, ControlChannel] = OrderedDict()
 
     def get(self, endpoint: str) -> ControlChannel:
@@ -86,7 +98,7 @@ class ControlChannels:
         channel = self._channels.get(endpoint)
         if channel is None:
             try:
-                channel = ControlChannel(self._context, endpoint)
+                channel = ControlChannel(self._context, endpoint, self._keys)
             except zmq.ZMQError as error:
                 raise GoNativeError(
                     Reason.CONTROL_ERROR, f"cannot open a control channel to {endpoint}: {error}"

@@ -10,6 +10,7 @@ import numpy as np
 from spectrumkv_sglang.config import SpectrumKVConfig
 from spectrumkv_sglang.errors import SpectrumKVError
 from spectrumkv_sglang.observability.metrics import TransferMetrics
+from spectrumkv_sglang.transfer.control_keys import ControlKeys
 from spectrumkv_sglang.transfer.handshake import Handshake, encode_handshake
 from spectrumkv_sglang.transfer.landing_server import LandingServer
 from spectrumkv_sglang.transfer.pool_view import PoolView
@@ -28,14 +29,25 @@ class DecodeRank:
     Args:
         engine: Mooncake's TransferEngine.
         host: address of this rank that prefill ranks can reach.
+        rank: number of this rank on its host; where its search for a free control port begins.
 
     Raises:
-        SpectrumKVError: the landing region could not be registered, or ``control_host`` cannot be bound.
+        SpectrumKVError: the landing region could not be registered, ``control_host`` and ``control_port``
+            cannot be bound, or ``control_secret_file`` cannot be used.
     """
 
     def __init__(
-        self, *, view: PoolView, config: SpectrumKVConfig, engine: Any, host: str, metrics: TransferMetrics
+        self,
+        *,
+        view: PoolView,
+        config: SpectrumKVConfig,
+        engine: Any,
+        host: str,
+        metrics: TransferMetrics,
+        rank: int = 0,
     ) -> None:
+        keys = ControlKeys.of(config)
+        boot_id = random.getrandbits(63)
         warm_up(view, configured_policies(config, view))
         self.rooms = RoomRegistry()
         self._memory = SlotMemory(engine, config.landing_slots, config.slot_bytes, view.device)
@@ -49,10 +61,14 @@ class DecodeRank:
                 rooms=self.rooms,
                 metrics=metrics,
                 allowed_tiers=config.allowed_tiers,
+                boot_id=boot_id,
                 bind_host=bind_host,
                 advertised_host=host if bind_host in _EVERY_ADDRESS else bind_host,
                 lease_seconds=config.lease_s,
                 slot_wait_seconds=config.slot_wait_s,
+                ports=config.control_ports,
+                rank=rank,
+                keys=keys,
             )
         except SpectrumKVError:
             self._memory.close()
@@ -60,7 +76,7 @@ class DecodeRank:
         geometry = view.geometry
         self.handshake = Handshake(
             control_endpoint=self.server.endpoint,
-            boot_id=random.getrandbits(63),
+            boot_id=boot_id,
             kv_dtype=geometry.dtype,
             layers=geometry.layers,
             kv_heads=geometry.kv_heads,
@@ -71,6 +87,7 @@ class DecodeRank:
             landing_slots=config.landing_slots,
             allowed_tiers=[int(tier) for tier in config.allowed_tiers],
             knows_rotation=view.rotation is not None,
+            control_key=keys.fingerprint if keys is not None else "",
         )
         self.handshake_frame = encode_handshake(self.handshake)
 

@@ -27,8 +27,8 @@ class Handshake(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What prefill must know of one decode rank before it sends it a tiered payload."""
 
     control_endpoint: Annotated[str, msgspec.Meta(pattern=r"^tcp://", max_length=512)]
-    boot_id: Annotated[int, msgspec.Meta(ge=0)]  # random per process start
-    kv_dtype: str
+    boot_id: Annotated[int, msgspec.Meta(ge=0)]  # random per process start, repeated by every OPEN
+    kv_dtype: Annotated[str, msgspec.Meta(max_length=64)]
     layers: Count
     kv_heads: Count
     head_dim: Count
@@ -38,6 +38,7 @@ class Handshake(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     landing_slots: Count
     allowed_tiers: TierList  # those that decode accepts; HIGH is among them
     knows_rotation: bool  # whether decode can rotate keys again that were rotated back by their position
+    control_key: Annotated[str, msgspec.Meta(max_length=64)]  # ControlKeys.fingerprint; "": no secret is asked for
 
 
 _encoder = msgspec.msgpack.Encoder()

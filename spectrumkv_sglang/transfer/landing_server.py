@@ -17,16 +17,17 @@ from dataclasses import dataclass, field
 import torch
 import zmq
 
-from spectrumkv_sglang.errors import SpectrumKVError
 from spectrumkv_sglang.observability.metrics import TransferMetrics
 from spectrumkv_sglang.observability.once import log_once
 from spectrumkv_sglang.observability.reasons import FailureCause, Reason, Rejection
 from spectrumkv_sglang.payload.errors import PayloadError
 from spectrumkv_sglang.payload.precision_table import PrecisionTable
 from spectrumkv_sglang.profiles.tier import Tier
+from spectrumkv_sglang.transfer.control_keys import ControlKeys
+from spectrumkv_sglang.transfer.control_listener import ControlListener
 from spectrumkv_sglang.transfer.errors import ChunkFailedError, ControlMessageError
 from spectrumkv_sglang.transfer.messages import (
-    MAX_MESSAGE_BYTES,
+    MOST_UNPACK_SECONDS,
     Close,
     Commit,
     DecodeMessage,
@@ -87,8 +88,8 @@ class LandingServer:
 
     Args:
         allowed_tiers: token tiers that may be unpacked here. Without LOW, no tier may hold a precision under 8 bits.
-        bind_host: address to bind the control socket to; a random port is chosen.
-        advertised_host: address of this host that prefill ranks reach the control socket at.
+        boot_id: what the handshake calls this process; an OPEN that names another is refused.
+        bind_host, advertised_host, ports, rank, keys: see ControlListener.
         lease_seconds: a chunk from which nothing was heard for this long is given up and its slots quarantined.
         slot_wait_seconds: upper bound for how long an OPEN may wait for a free slot.
 
@@ -105,14 +106,18 @@ class LandingServer:
         rooms: RoomRegistry,
         metrics: TransferMetrics,
         allowed_tiers: tuple[Tier, ...],
+        boot_id: int,
         bind_host: str,
         advertised_host: str,
         lease_seconds: float,
         slot_wait_seconds: float,
+        ports: range = range(0),
+        rank: int = 0,
+        keys: ControlKeys | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._view, self._memory, self._pool, self._rooms, self._metrics = view, memory, pool, rooms, metrics
-        self._allowed_tiers = allowed_tiers
+        self._allowed_tiers, self._boot_id = allowed_tiers, boot_id
         self._lease_seconds, self._slot_wait_seconds, self._clock = lease_seconds, slot_wait_seconds, clock
         self._chunks: dict[ChunkKey, _OpenChunk] = {}
         self._waiting: list[_Waiting] = []
@@ -120,19 +125,14 @@ class LandingServer:
         self._results: queue.SimpleQueue[_Result] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._context = zmq.Context()
-        self._router = self._context.socket(zmq.ROUTER)
-        self._router.setsockopt(zmq.LINGER, 0)
-        self._router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        self._router.setsockopt(zmq.IPV6, int(":" in bind_host))
         try:
-            port = self._router.bind_to_random_port(f"tcp://{_in_url(bind_host)}")
-        except zmq.error.ZMQBaseError as error:
+            self._listener = ControlListener(
+                self._context, bind_host=bind_host, advertised_host=advertised_host, ports=ports, rank=rank, keys=keys
+            )
+        except BaseException:
             self._context.destroy(linger=0)
-            raise SpectrumKVError(
-                f"decode's control channel cannot listen on {bind_host!r} ({error}): set control_host "
-                "(SPECTRUMKV_CONTROL_HOST) to an IP address of this host that prefill can reach"
-            ) from error
-        self.endpoint = f"tcp://{_in_url(advertised_host)}:{port}"
+            raise
+        self._router, self.endpoint = self._listener.socket, self._listener.endpoint
         self._wake_receiver = self._context.socket(zmq.PAIR)
         self._wake_receiver.bind("inproc://unpacked")
         self._threads = [
@@ -185,12 +185,13 @@ class LandingServer:
 
     def _serve(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._router, zmq.POLLIN)
+        self._listener.register(poller)
         poller.register(self._wake_receiver, zmq.POLLIN)
         while not self._stopping.is_set():
             pause = _WAITING_POLL_SECONDS if self._waiting else _IDLE_POLL_SECONDS
             ready = dict(poller.poll(int(pause * 1000)))
             try:
+                self._count_refused(self._listener.refusals())
                 if self._wake_receiver in ready:
                     self._drain_results()
                 if self._router in ready:
@@ -228,7 +229,32 @@ class LandingServer:
         self._metrics.control_message_rejected(Rejection.GARBAGE)
         log_once(logger, logging.WARNING, "bad-control-message", f"dropped a control message: {detail}")
 
+    def _count_refused(self, connections: int) -> None:
+        for _ in range(connections):
+            self._metrics.control_message_rejected(Rejection.UNAUTHENTICATED)
+        if connections:
+            log_once(
+                logger,
+                logging.WARNING,
+                "control-unauthenticated",
+                f"refused {connections} connections to the control port by peers without its control secret: "
+                "give every prefill and decode server the same control_secret_file, and open the port to no one else",
+            )
+
     def _on_open(self, key: ChunkKey, message: Open) -> None:
+        if message.boot_id != self._boot_id:
+            self._metrics.control_message_rejected(Rejection.UNKNOWN_PEER)
+            text = (
+                "this OPEN is for another decode process than the one that listens here: its handshake is needed first"
+            )
+            log_once(
+                logger,
+                logging.WARNING,
+                "unknown-peer",
+                f"refused a chunk of a peer that never got our handshake: {text}",
+            )
+            self._reply(key, Refused(key[1], Reason.CONTROL_ERROR.value, text))
+            return
         if key in self._chunks or any(waiting.key == key for waiting in self._waiting):
             self._reply(key, Refused(key[1], Reason.CONTROL_ERROR.value, "this chunk is open already"))
             return
@@ -353,7 +379,13 @@ class LandingServer:
                 self._metrics.unpack(result.seconds)
                 self._reply(
                     result.key,
-                    Done(result.key[1], result.commit.sequence, index, renewed.generation, result.seconds),
+                    Done(
+                        result.key[1],
+                        result.commit.sequence,
+                        index,
+                        renewed.generation,
+                        min(result.seconds, MOST_UNPACK_SECONDS),
+                    ),
                 )
             else:
                 self._fail(result.key, result.commit, result.failure.cause, str(result.failure))
@@ -412,7 +444,3 @@ class LandingServer:
     def _report_slots(self) -> None:
         counts = self._pool.counts()
         self._metrics.landing_slots(in_use=counts.in_use, free=counts.free, quarantined=counts.quarantined)
-
-
-def _in_url(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

@@ -84,7 +84,8 @@ class SpectrumKVManager(MooncakeKVManager):  # type: ignore[misc]
         Returns the view of a tierable pool.
 
         Raises:
-            SpectrumKVError: ``control_host`` cannot be bound, the probe's record does not allow to serve the model, or
+            SpectrumKVError: ``control_host`` and ``control_port`` cannot be bound, ``control_secret_file`` cannot be
+                used, the probe's record does not allow to serve the model, or
                 the profile rotates keys by angles that are not known; the server does not start.
         """
         config = self.spectrumkv_config
@@ -123,9 +124,10 @@ class SpectrumKVManager(MooncakeKVManager):  # type: ignore[misc]
         if self._role == "prefill":
             self.prefill_rank = self._make_prefill_rank(view, engine, served)
         elif isinstance(view, PoolView) and config.enabled:
+            rank = int(self.kv_args.engine_rank)
             try:
                 self.decode_rank = DecodeRank(
-                    view=view, config=config, engine=engine, host=self.local_ip, metrics=self._metrics
+                    view=view, config=config, engine=engine, host=self.local_ip, metrics=self._metrics, rank=rank
                 )
                 SpectrumKVReceiver.handshake_frame = self.decode_rank.handshake_frame
                 logger.info("SpectrumKV control channel at %s", self.decode_rank.handshake.control_endpoint)

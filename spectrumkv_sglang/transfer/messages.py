@@ -24,9 +24,10 @@ from spectrumkv_sglang.payload.precision_table import MAX_TIERS
 from spectrumkv_sglang.transfer.errors import ControlMessageError
 
 MAGIC = b"SKVC"
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_MESSAGE_BYTES = 4 << 20
 MOST_GRANTED_SLOTS = 16  # a chunk's pipeline keeps no more busy
+MOST_UNPACK_SECONDS = 3600.0
 _ENVELOPE = struct.Struct("<4sHH")
 
 U32 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
@@ -45,6 +46,7 @@ class _Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
 class Open(_Message, frozen=True):
     """Prefill asks for landing slots for one chunk of a room."""
 
+    boot_id: U64  # of the decode process, from its handshake: a peer that never got it is no peer
     room: U64
     page_start: U32  # first page of the chunk, counted from the first page that decode allocated for the room
     page_count: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
@@ -98,7 +100,7 @@ class Done(_Message, frozen=True):
     sequence: U32
     slot: U32
     generation: U64  # the slot stays granted to this chunk, under this new generation
-    unpack_seconds: float
+    unpack_seconds: Annotated[float, msgspec.Meta(ge=0, le=MOST_UNPACK_SECONDS)]
 
 
 class Failed(_Message, frozen=True):

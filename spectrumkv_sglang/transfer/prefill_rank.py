@@ -29,6 +29,7 @@ from spectrumkv_sglang.transfer.chunk_planner import BytesSent, ChunkPlanner, Pl
 from spectrumkv_sglang.transfer.chunk_sender import ChunkSender
 from spectrumkv_sglang.transfer.chunk_state import ChunkTask
 from spectrumkv_sglang.transfer.control_channel import ControlChannels
+from spectrumkv_sglang.transfer.control_keys import ControlKeys
 from spectrumkv_sglang.transfer.errors import ChunkFailedError, ControlMessageError, GoNativeError
 from spectrumkv_sglang.transfer.handshake import Handshake
 from spectrumkv_sglang.transfer.mooncake_writes import MooncakeWrites
@@ -105,6 +106,7 @@ class PrefillRank:
         )
         self._per_thread = threading.local()
         self._context = zmq.Context()
+        self._keys = ControlKeys.of(config)
         self._sent: OrderedDict[tuple[int, str], BytesSent] = OrderedDict()
         self.scores: SlotScores | None = None
         self.scorer = config.make_scorer()
@@ -299,7 +301,21 @@ class PrefillRank:
                 Reason.GEOMETRY_MISMATCH,
                 f"prefill has {ours}, decode (layers, kv heads, head dim, v head dim, page size) = {theirs}",
             )
+        self._require_same_secret(peer)
         return self._view, peer
+
+    def _require_same_secret(self, peer: Handshake) -> None:
+        ours = self._keys.fingerprint if self._keys is not None else ""
+        if peer.control_key == ours:
+            return
+        if not peer.control_key:
+            held = "prefill holds a control secret, decode asks for none"
+        else:
+            held = "decode asks for a control secret, prefill holds " + ("another one" if ours else "none")
+        raise GoNativeError(
+            Reason.SECRET_MISMATCH,
+            f"{held} (decode at {peer.control_endpoint}): give both servers the same control_secret_file",
+        )
 
     def _require_agreement(self, planned: PlannedChunk, peer: Handshake) -> None:
         """Say which tiers are not used for decode's sake; what decode would refuse goes native without asking it."""
@@ -334,7 +350,7 @@ class PrefillRank:
                 memory=self._memory,
                 staging=self._staging,
                 writes=self._writes,
-                channels=ControlChannels(self._context),
+                channels=ControlChannels(self._context, self._keys),
                 metrics=self._metrics,
             )
         return sender

@@ -21,11 +21,12 @@ from prefill_side import PrefillSide  # noqa: E402
 from raw_prefill import RawPrefill  # noqa: E402
 
 from spectrumkv_sglang.transfer import chunk_sender  # noqa: E402
+from spectrumkv_sglang.transfer.control_keys import ControlKeys  # noqa: E402
 
 POOL_PAGES = 400
 MakeRank = Callable[..., PeerRank]
 MakePrefill = Callable[..., PrefillSide]
-MakeRaw = Callable[[PrefillSide, PeerRank], RawPrefill]
+MakeRaw = Callable[..., RawPrefill]
 
 
 @pytest.fixture(scope="session")
@@ -144,8 +145,8 @@ def make_raw(make_rank: MakeRank, make_prefill: MakePrefill) -> Iterator[MakeRaw
     """Speak the control protocol by hand to a rank."""
     raws: list[RawPrefill] = []
 
-    def make(source: PrefillSide, to: PeerRank) -> RawPrefill:
-        raws.append(RawPrefill(source, to))
+    def make(source: PrefillSide, to: PeerRank, keys: ControlKeys | None = None) -> RawPrefill:
+        raws.append(RawPrefill(source, to, keys))
         return raws[-1]
 
     yield make

@@ -80,6 +80,9 @@ class DecodePeer:
             raise RuntimeError(f"{do}: {answer['error']}")
         return answer["answer"]
 
+    def log_text(self) -> str:
+        return self._log.read_text(errors="replace")
+
     def stop(self) -> None:
         """Stop the process; returns once every thread of it stands still."""
         self._process.send_signal(signal.SIGSTOP)

@@ -12,6 +12,7 @@ import ctypes
 import faulthandler
 import gc
 import json
+import logging
 import os
 import signal
 import sys
@@ -194,6 +195,7 @@ def main() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever else prints goes to the log
+    logging.basicConfig(level=logging.DEBUG)
     torch.set_num_threads(1)
     process = DecodeProcess()
     for line in sys.stdin:

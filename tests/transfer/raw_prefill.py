@@ -17,6 +17,7 @@ from spectrumkv_sglang.payload.precision_table import PrecisionTable
 from spectrumkv_sglang.payload.prologue import Prologue
 from spectrumkv_sglang.payload.tier_map import encode_tier_map
 from spectrumkv_sglang.profiles.profile import load_profile
+from spectrumkv_sglang.transfer.control_keys import ControlKeys
 from spectrumkv_sglang.transfer.messages import (
     Commit,
     DecodeMessage,
@@ -34,12 +35,16 @@ from spectrumkv_sglang.transfer.unpacking import pool_slots_of_pages
 class RawPrefill:
     """One socket, one staging slot."""
 
-    def __init__(self, source: PrefillSide, to: PeerRank) -> None:
+    def __init__(self, source: PrefillSide, to: PeerRank, keys: ControlKeys | None = None) -> None:
         self.source, self.to = source, to
         self.table: PrecisionTable = load_profile("native-packed").table(source.geometry)
         self._memory = SlotMemory(source.engine, 1, to.handshake.slot_bytes, torch.device("cpu"))
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
+        if keys is not None:
+            self._socket.setsockopt(zmq.CURVE_SERVERKEY, keys.decode.public)
+            self._socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.prefill.public)
+            self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.prefill.private)
         self._socket.connect(to.handshake.control_endpoint)
 
     def close(self) -> None:
@@ -53,6 +58,9 @@ class RawPrefill:
     def send_frames(self, *frames: bytes) -> None:
         self._socket.send_multipart(frames)
 
+    def answered(self, seconds: float) -> bool:
+        return bool(self._socket.poll(int(seconds * 1000)))
+
     def ask(self, message: PrefillMessage) -> DecodeMessage:
         self.send_frames(encode(message))
         return self.receive()
@@ -65,6 +73,7 @@ class RawPrefill:
     def opening(self, room: int, pages: int, chunk: int = 1, **changes: Any) -> Open:
         fields: dict[str, Any] = {
             "chunk": chunk,
+            "boot_id": self.to.handshake.boot_id,
             "room": room,
             "page_start": 0,
             "page_count": pages,

@@ -43,6 +43,7 @@ FROM_PREFILL: st.SearchStrategy[PrefillMessage] = st.one_of(
         Open,
         U64,
         U64,
+        U64,
         U32,
         PAGE_COUNT,
         U64,
@@ -75,7 +76,7 @@ FROM_DECODE: st.SearchStrategy[DecodeMessage] = st.one_of(
 )
 # One message of each kind, with the decoder of its direction.
 EXAMPLES: list[tuple[Any, Any]] = [
-    (Open(1, 2**63, 0, 900, 2**64 - 1, b"\3" + b"\0" * 30, [0, 2], 4, 1.0), decode_from_prefill),
+    (Open(1, 5, 2**63, 0, 900, 2**64 - 1, b"\3" + b"\0" * 30, [0, 2], 4, 1.0), decode_from_prefill),
     (Commit(1, 2, 3, 4, 5, 6, 7, [1, 2, 3], b"\0\1", 70_000, 2**64 - 1), decode_from_prefill),
     (Close(1, [0, 7]), decode_from_prefill),
     (Granted(1, [SlotGrant(0, 1, 2**47), SlotGrant(1, 9, 2**47 + 4096)], 4096), decode_from_decode),
@@ -197,6 +198,7 @@ def test_a_message_of_the_other_direction_is_refused(message: Any, decode: Any) 
 
 OUT_OF_RANGE = [
     (0, {"chunk": -1}),
+    (0, {"boot_id": -1}),
     (0, {"room": -1}),
     (0, {"room": 1.5}),
     (0, {"room": True}),
@@ -242,6 +244,10 @@ OUT_OF_RANGE = [
     (4, {"message": "x" * 2049}),
     (5, {"generation": -1}),
     (5, {"slot": 2**32}),
+    (5, {"unpack_seconds": -0.1}),
+    (5, {"unpack_seconds": 3601.0}),
+    (5, {"unpack_seconds": float("nan")}),
+    (5, {"unpack_seconds": float("inf")}),
     (6, {"sequence": -1}),
 ]
 

@@ -335,7 +335,9 @@ def test_a_grant_of_smaller_slots_than_promised_is_not_used(make_prefill: MakePr
     source = make_prefill()
     pages = source.some_pages(40)
     small.open_room(1, len(pages))
-    outdated = msgspec.structs.replace(big.handshake, control_endpoint=small.handshake.control_endpoint)
+    outdated = msgspec.structs.replace(
+        big.handshake, control_endpoint=small.handshake.control_endpoint, boot_id=small.handshake.boot_id
+    )
     outcome = source.send(small, 1, pages, peer=outdated)
     assert (outcome.code, outcome.went_native, outcome.reason) == (0, True, "control_error")
     assert source.engine.writes == []
