@@ -13,6 +13,7 @@ from rich.console import Console
 
 from spectrumkv_sglang.calibration.command import calibrate
 from spectrumkv_sglang.errors import SpectrumKVError
+from spectrumkv_sglang.search.command import tune
 from spectrumkv_sglang.simulation.command import simulate
 
 EXIT_CODES = "Exit codes: 0 fine, 1 a problem that stops SpectrumKV, 2 wrong usage."
@@ -27,6 +28,7 @@ app = typer.Typer(
 
 app.command(epilog=EXIT_CODES)(calibrate)
 app.command(epilog=EXIT_CODES)(simulate)
+app.command(epilog=EXIT_CODES)(tune)
 
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON as well.")]
 
