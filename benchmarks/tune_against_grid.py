@@ -3,7 +3,7 @@
     python benchmarks/tune_against_grid.py grid --model-path DIR --text FILE --out GRID.json [--speeds FILE]
     python benchmarks/tune_against_grid.py compare GRID.json [--seeds 5] [--json FILE]
 
-``grid`` judges every point of a space of 1,128 profiles on two texts (`tune_grid`) and keeps each KL. ``compare``
+``grid`` judges every point of a space of profiles on some text (`tune_grid`) and keeps each KL. ``compare``
 lets searches look their evaluations up there: the hypervolume that they come to, over the grid's own, in the smallest
 box with all of the grid's points in it (logarithm of KL, b, logarithm of the time).
 """
@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -37,8 +37,10 @@ from spectrumkv_sglang.search.search import MOST_KL, Limits, Search
 from spectrumkv_sglang.search.space import Point, Space
 from spectrumkv_sglang.search.trials import Trials
 
-SPACE = Space(key_transform=("identity", "derope"), edges=(0, 1), upgrade=(0.0, 0.5))
-PREFIX, CONTINUATION, TEXTS, SEED = 256, 32, 2, 0
+KEY_SCALES = ("channel",)
+PREFIX, CONTINUATION, SEED = 256, 32, 0
+WINDOWS = 2
+"""Drawn from the text; `--texts` says how many of them are judged."""
 CHECKED = 12
 SINKS, CHUNK_TOKENS = 4, 8192
 LEAST_KL = 1e-5
@@ -50,6 +52,7 @@ SHARE = 20
 class Table:
     """The grid: what every point loses on every text, and what it costs."""
 
+    space: Space
     costs: KnownCosts
     kl: np.ndarray  # [points, texts]
     coordinates: list[tuple[float, float, float]]
@@ -58,7 +61,12 @@ class Table:
     frontier: int
 
 
-def judge_model(model_path: str, text_path: str) -> tuple[Any, list[Any]]:
+def make_space(key_scales: Sequence[str]) -> Space:
+    """564 points with keys' scales by channel alone, twice as many less a few with both."""
+    return Space(key_scales=tuple(key_scales), key_transform=("identity", "derope"), edges=(0, 1), upgrade=(0.0, 0.5))
+
+
+def judge_model(model_path: str, text_path: str, texts: int) -> tuple[Any, list[Any]]:
     """The model and the windows that it is judged on."""
     import torch
 
@@ -72,26 +80,29 @@ def judge_model(model_path: str, text_path: str) -> tuple[Any, list[Any]]:
         Path(text_path).read_text(encoding="utf-8"),
         prefix_tokens=(PREFIX,),
         continuation_tokens=CONTINUATION,
-        texts=TEXTS,
+        texts=WINDOWS,
         seed=SEED,
         context_tokens=files.context_tokens,
     )
-    return EvalModel(files, "cpu", "float32", files.dtype), windows
+    return EvalModel(files, "cpu", "float32", files.dtype), windows[:texts]
 
 
 def make_grid(arguments: argparse.Namespace) -> None:
     """Judge every point, and keep what came of it after each, so that a run that was stopped goes on."""
     os.nice(10)
-    points = list(SPACE)
+    texts: int = arguments.texts
+    space = make_space(arguments.key_scales)
+    points = list(space)
     out = Path(arguments.out)
     lines = out.with_suffix(".jsonl")
-    done: dict[int, dict[str, float]] = {text: {} for text in range(TEXTS)}
+    done: dict[int, dict[str, float]] = {text: {} for text in range(texts)}
     seconds = 0.0
     if lines.exists():
         for entry in map(json.loads, lines.read_text().splitlines()):
-            done[entry["text"]][entry["point"]] = entry["kl"]
-            seconds += entry["cpu_seconds"]
-    model, windows = judge_model(arguments.model_path, arguments.text)
+            if entry["text"] < texts:
+                done[entry["text"]][entry["point"]] = entry["kl"]
+                seconds += entry["cpu_seconds"]
+    model, windows = judge_model(arguments.model_path, arguments.text, texts)
     started, before = time.monotonic(), sum(map(len, done.values()))
     with lines.open("a") as file:
         for text, window in enumerate(windows):
@@ -107,8 +118,8 @@ def make_grid(arguments: argparse.Namespace) -> None:
                 file.flush()
                 there = sum(map(len, done.values()))
                 if there % 80 == 0:
-                    left_seconds = (time.monotonic() - started) / (there - before) * (TEXTS * len(points) - there)
-                    print(f"{there} of {TEXTS * len(points)}, about {left_seconds / 60:.0f} min left", flush=True)
+                    left_seconds = (time.monotonic() - started) / (there - before) * (texts * len(points) - there)
+                    print(f"{there} of {texts * len(points)}, about {left_seconds / 60:.0f} min left", flush=True)
     largest = _against_harness(model, windows, points, done)
     geometry, speeds = _speeds(arguments, model, windows[0], points)
     content = {
@@ -116,13 +127,14 @@ def make_grid(arguments: argparse.Namespace) -> None:
         "text": Path(arguments.text).name,
         "prefix_tokens": PREFIX,
         "continuation_tokens": CONTINUATION,
-        "texts": TEXTS,
+        "texts": texts,
+        "space": {axis.name: list(getattr(space, axis.name)) for axis in fields(space)},
         "cpu_seconds": round(seconds),
         "largest_difference_from_harness": largest,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "speeds": json.loads(speeds.encode()),
         "geometry": {name: getattr(geometry, name) for name in geometry.__dataclass_fields__},
-        "kl": {point.name: [done[text][point.name] for text in range(TEXTS)] for point in points},
+        "kl": {point.name: [done[text][point.name] for text in range(texts)] for point in points},
     }
     out.write_text(json.dumps(content, indent=1) + "\n")
     print(f"written: {out}")
@@ -135,7 +147,7 @@ def _against_harness(model: Any, windows: Sequence[Any], points: Sequence[Point]
         judge = Judge(model, windows, PREFIX, SINKS, Path(folder), lambda _: None)
         differences = []
         for place in drawn.tolist():
-            text = place % TEXTS
+            text = place % len(done)
             ours, theirs = done[text][points[place].name], judge.kl(points[place], text)
             differences.append(abs(ours - theirs) / max(theirs, LEAST_KL))
     return float(f"{max(differences):.2g}")
@@ -170,7 +182,8 @@ def _speeds(arguments: argparse.Namespace, model: Any, window: Any, points: Sequ
 def read_table(path: Path) -> Table:
     """The grid from its file."""
     content = json.loads(path.read_text())
-    points = list(SPACE)
+    space = Space(**{axis: tuple(choices) for axis, choices in content["space"].items()})
+    points = list(space)
     geometry = KVGeometry(**content["geometry"])
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "speeds.json"
@@ -185,7 +198,7 @@ def read_table(path: Path) -> Table:
     box = Box.around(coordinates)
     kept = frontier(coordinates)
     volume = box.hypervolume([coordinates[place] for place in kept])
-    return Table(costs, kl, coordinates, box, volume, len(kept))
+    return Table(space, costs, kl, coordinates, box, volume, len(kept))
 
 
 def share(table: Table, places: Sequence[int]) -> float:
@@ -256,7 +269,7 @@ def gp_sampler(table: Table, evaluations: int, seed: int) -> float:
         for axis, value in trial.params.items():
             choices = sorted({getattr(point, axis) for point in points})
             chosen[axis] = value if isinstance(value, str) else choices[value]
-        place = places[SPACE.canonical(Point(**chosen))]
+        place = places[table.space.canonical(Point(**chosen))]
         if place not in seen:
             seen.append(place)
         study.tell(trial, table.coordinates[place])
@@ -306,7 +319,7 @@ def compare(arguments: argparse.Namespace) -> None:
         "best_possible": next(result for method, _, result in found if method == "best"),
     }
     content = json.loads(Path(arguments.grid).read_text())
-    kept = ("model", "text", "prefix_tokens", "continuation_tokens", "texts", "cpu_seconds")
+    kept = ("model", "text", "prefix_tokens", "continuation_tokens", "texts", "space", "cpu_seconds")
     kept += ("largest_difference_from_harness", "date")
     results["grid"] = {name: content[name] for name in kept}
     results["speeds"] = content["speeds"]
@@ -343,6 +356,8 @@ def main() -> None:
     grid.add_argument("--model-path", required=True)
     grid.add_argument("--text", required=True)
     grid.add_argument("--out", required=True)
+    grid.add_argument("--texts", type=int, default=1)
+    grid.add_argument("--key-scales", nargs="+", default=list(KEY_SCALES), choices=["channel", "row"])
     grid.add_argument("--device", default="cpu", help="to measure speeds on")
     grid.add_argument("--speed-tokens", type=int, default=1024)
     grid.add_argument("--speeds", help="measured already")

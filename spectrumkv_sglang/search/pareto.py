@@ -89,7 +89,7 @@ def _dominated(points: NDArray[np.float64]) -> float:
         thickness = heights[count] - heights[count - 1]
         if thickness > 0:
             area = _dominated(points[:count, :-1]) if points.shape[1] > 2 else 1.0 - float(points[:count, 0].min())
-            total += area * thickness
+            total += area * float(thickness)
     return total
 
 

@@ -102,7 +102,7 @@ def prepare(command: TuneCommand) -> Prepared:
     _make_folders(command)
     fingerprint = fingerprint_model(command.model_path, quantization=None, dtype=kv_dtype)
     identity = {
-        **{f"model {name}": str(value) for name, value in vars_of(fingerprint).items()},
+        **{f"model {name}": str(value)[:23] for name, value in fingerprint.model_dump().items()},
         "text": hashlib.sha256(text.encode()).hexdigest()[:16],
         "windows": ",".join(window.name for window in windows),
         "--prefix-tokens": str(command.prefix_tokens),
@@ -119,12 +119,6 @@ def prepare(command: TuneCommand) -> Prepared:
         },
     }
     return Prepared(files, windows, speeds, dtype, kv_dtype, identity)
-
-
-def vars_of(value: object) -> dict[str, object]:
-    """Fields of a dataclass or msgspec struct, by name."""
-    names = getattr(value, "__struct_fields__", None) or [one.name for one in fields(value)]  # type: ignore[arg-type]
-    return {name: getattr(value, name) for name in names}
 
 
 def _check_options(command: TuneCommand) -> None:

@@ -1,4 +1,4 @@
-"""A small model with random weights whose tokens are letters, and a text for it; a space of which everything is known."""
+"""A small model with random weights whose tokens are letters, and a text for it; a space that is known."""
 
 from __future__ import annotations
 
