@@ -14,6 +14,7 @@ from rich.console import Console
 from spectrumkv_sglang.calibration.command import calibrate
 from spectrumkv_sglang.errors import SpectrumKVError
 from spectrumkv_sglang.report.command import report as report_page
+from spectrumkv_sglang.search.command import tune
 from spectrumkv_sglang.simulation.command import simulate
 from spectrumkv_sglang.sizing.command import size
 
@@ -31,6 +32,7 @@ app.command(epilog=EXIT_CODES)(calibrate)
 app.command("report", epilog=EXIT_CODES)(report_page)
 app.command(epilog=EXIT_CODES)(simulate)
 app.command(epilog=EXIT_CODES)(size)
+app.command(epilog=EXIT_CODES)(tune)
 
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON as well.")]
 
