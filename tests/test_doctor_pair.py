@@ -1,6 +1,6 @@
 """`spectrumkv doctor --prefill-url --decode-url`: what it says of pairs, read from metrics that our own code wrote.
 
-That it reads a real pair is in tests/pair; here are the states that a healthy pair is not in.
+A real pair is examined in tests/pair/test_paths.py; here are the states that a healthy pair is not in.
 """
 
 from __future__ import annotations

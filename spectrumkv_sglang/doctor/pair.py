@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from spectrumkv_sglang.doctor.findings import Report, Section, make_report
 from spectrumkv_sglang.doctor.running_server import RunningServer, check_server, read_server
 from spectrumkv_sglang.observability import metric_specs as specs
@@ -14,21 +16,31 @@ _MUST_AGREE = ("model_path", "dtype", "kv_cache_dtype", "page_size", "tp_size", 
 
 def examine_pair(prefill_url: str, decode_url: str) -> Report:
     """Reads both servers and says what they do. Starts nothing and sends no request."""
-    sections, servers = [], []
+    unread, servers = [], []
     for role, url in (("prefill", prefill_url), ("decode", decode_url)):
         section = Section(f"{role} at {url}")
         server = read_server(section, role, url)
-        if server is not None:
-            check_server(section, server)
+        if server is None:
+            unread.append(section)
+        else:
+            servers.append(server)
+    return make_report(__version__, [*unread, *sections_of_servers(servers)])
+
+
+def sections_of_servers(servers: Sequence[RunningServer]) -> list[Section]:
+    """What is found on each server that could be read and, if both were, on them together."""
+    sections = []
+    for server in servers:
+        section = Section(f"{server.role} at {server.metrics.url}")
+        check_server(section, server)
         sections.append(section)
-        servers.append(server)
-    prefill, decode = servers
-    if prefill is not None and decode is not None:
+    if len(servers) == 2:
+        prefill, decode = servers
         together, traffic = Section("together"), Section("what is tiered")
         _check_agreement(together, prefill, decode)
         _check_traffic(traffic, prefill)
         sections += [together, traffic]
-    return make_report(__version__, sections)
+    return sections
 
 
 def _check_agreement(section: Section, prefill: RunningServer, decode: RunningServer) -> None:
