@@ -47,12 +47,21 @@ def doctor(
     model_path: Annotated[
         Path | None, typer.Option("--model-path", metavar="DIR", help="Local model directory with its config.json.")
     ] = None,
+    prefill_url: Annotated[
+        str | None, typer.Option(metavar="URL", help="Examine a running pair instead: its prefill server's address.")
+    ] = None,
+    decode_url: Annotated[str | None, typer.Option(metavar="URL", help="And its decode server's.")] = None,
 ) -> None:
-    """Say whether SpectrumKV works on this host, what it will tier, and what to do about each problem."""
-    from spectrumkv_sglang.doctor import examine
+    """Say whether SpectrumKV works on this host (or a running pair), what is tiered, and what to do about problems."""
+    from spectrumkv_sglang.doctor import examine, examine_pair
     from spectrumkv_sglang.doctor.rendering import print_report
 
-    report = examine(config, model_path, os.environ)
+    if (prefill_url is None) != (decode_url is None):
+        raise typer.BadParameter("a pair has two sides: give --prefill-url and --decode-url")
+    if prefill_url is not None and decode_url is not None:
+        report = examine_pair(prefill_url, decode_url)
+    else:
+        report = examine(config, model_path, os.environ)
     print_report(report, Console())
     _write_json(json, report.to_json())
     raise typer.Exit(report.exit_code)

@@ -61,3 +61,13 @@ def tune_tcp(environ: MutableMapping[str, str]) -> list[str]:
             environ[variable.name] = variable.value
             changed.append(f"{variable.name}={variable.value}")
     return changed
+
+
+MOST_SHOWN = 32
+"""Characters of a value; a label of a metric has an end."""
+DEFAULT = "default"
+
+
+def in_effect(environ: Mapping[str, str]) -> dict[str, str]:
+    """What each variable of `TCP_TUNING` is set to, `DEFAULT` where it is not."""
+    return {variable.name: environ.get(variable.name, DEFAULT)[:MOST_SHOWN] or DEFAULT for variable in TCP_TUNING}

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from hypothesis import settings
@@ -35,3 +37,30 @@ def program() -> Callable[[str], str]:
         return found
 
     return path_of
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[Mapping[str, bytes]], str]]:
+    """Serve pages by path over HTTP, and return the base address; other paths are not found."""
+    servers: list[ThreadingHTTPServer] = []
+
+    def start(pages: Mapping[str, bytes]) -> str:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                page = pages.get(self.path)
+                self.send_response(404 if page is None else 200)
+                self.end_headers()
+                self.wfile.write(page or b"")
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        servers.append(server)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{server.server_port}"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()

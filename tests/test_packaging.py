@@ -72,7 +72,7 @@ def test_the_wheel_holds_every_module_and_data_file(wheel: zipfile.ZipFile) -> N
     expected = {
         f"{target}/{file.relative_to(ROOT / folder).as_posix()}"
         for folder, target in INSTALLED_AS.items()
-        for pattern in ("**/*.py", "**/*.yaml", "**/*.txt", "**/py.typed")
+        for pattern in ("**/*.py", "**/*.yaml", "**/*.txt", "**/*.html", "**/py.typed")
         for file in (ROOT / folder).glob(pattern)
     }
     installed = {name for name in wheel.namelist() if ".dist-info/" not in name}

@@ -9,11 +9,12 @@ from pathlib import Path
 from spectrumkv_sglang.doctor.extension_points import check_sglang_extension_points
 from spectrumkv_sglang.doctor.findings import Finding, Report, Section, Severity, make_report
 from spectrumkv_sglang.doctor.gpu import check_gpus
+from spectrumkv_sglang.doctor.pair import examine_pair
 from spectrumkv_sglang.doctor.transport import check_transport
 from spectrumkv_sglang.doctor.versions import check_versions
 from spectrumkv_sglang.version import __version__
 
-__all__ = ["Finding", "Report", "Severity", "examine"]
+__all__ = ["Finding", "Report", "Severity", "examine", "examine_pair"]
 
 
 def examine(config_path: Path | None, model_directory: Path | None, environ: Mapping[str, str]) -> Report:

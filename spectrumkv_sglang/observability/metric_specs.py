@@ -96,6 +96,12 @@ CONFIG_INFO = MetricSpec(
     "Always 1; the labels say which version and settings the process runs with.",
     ("version", "profile", "budget", "allowed_tiers", "scorer"),
 )
+TRANSPORT_INFO = MetricSpec(
+    "transport_info",
+    Kind.GAUGE,
+    "Always 1; the labels say how Mooncake moves bytes, and what each of its tuning variables is set to.",
+    ("transport", "variable", "value"),
+)
 
 DECISIONS = MetricSpec(
     "controller_decisions_total",
@@ -140,6 +146,7 @@ METRICS: tuple[MetricSpec, ...] = (
     STAGING_SLOTS,
     PROBE_STATE,
     CONFIG_INFO,
+    TRANSPORT_INFO,
     DECISIONS,
     SWITCHES,
     VIOLATIONS,

@@ -161,6 +161,12 @@ class TransferMetrics:
         ).set(1)
 
     @_never_raises
+    def transport(self, transport: str, variables: Mapping[str, str]) -> None:
+        """Publishes how bytes travel, and Mooncake's variables by name. Once per process."""
+        for variable, value in variables.items():
+            self._gauge(specs.TRANSPORT_INFO, transport=transport, variable=variable, value=value).set(1)
+
+    @_never_raises
     def probe_state(self, state: ProbeState) -> None:
         """Publishes what the probe's record is worth. Once per process."""
         for candidate in ProbeState:

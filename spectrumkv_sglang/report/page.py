@@ -49,7 +49,7 @@ def write_pictures(folder: Path, sections: Sequence[Section]) -> list[Path]:
     Raises:
         ReportError: they cannot be written.
     """
-    written = []
+    written: list[Path] = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for section in sections:

@@ -6,6 +6,7 @@ Imported only in scheduler processes that run this backend: it imports SGLang.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from spectrumkv_sglang.transfer.sending_policy import ServedCandidates, serve_ca
 from spectrumkv_sglang.transfer.served_rotation import require_rotation, with_rotation
 from spectrumkv_sglang.transfer.slot_memory import RegistrationError
 from spectrumkv_sglang.transfer.tier_enforcement import enforce_tiers
+from spectrumkv_sglang.transport_tuning import in_effect, tcp_is_forced
 from spectrumkv_sglang.verification.served import served_fingerprint
 from spectrumkv_sglang.version import __version__
 
@@ -140,6 +142,7 @@ class SpectrumKVManager(MooncakeKVManager):  # type: ignore[misc]
             allowed_tiers=[tier.label for tier in config.allowed_tiers],
             scorer=config.scorer,
         )
+        self._metrics.transport("tcp" if tcp_is_forced(os.environ) else "rdma", in_effect(os.environ))
         if isinstance(view, PoolView) and config.enabled:
             logger.info(
                 "SpectrumKV %s on %s: tiered KV, profile %s, budget %s, tiers %s, %s",

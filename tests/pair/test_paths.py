@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
+from typing import Any
+
 import pytest
 from pair_cluster import PairCluster
 from sglang_plugins import REMOVE_EXTENSION_POINT, SHUFFLE_POOL, plugin_path
 
+from spectrumkv_sglang.doctor.findings import Severity
+from spectrumkv_sglang.doctor.pair import sections_of_servers
+from spectrumkv_sglang.doctor.running_server import RunningServer
 from spectrumkv_sglang.launch.client import get
 from spectrumkv_sglang.launch.processes import ProcessError
 from spectrumkv_sglang.launch.prompts import LONG_PROMPTS
+from spectrumkv_sglang.launch.servers import SGLangServer
 from spectrumkv_sglang.launch.transfer_log_reader import request_transfer
+from spectrumkv_sglang.observability.live_metrics import parse_metrics
 
 PROMPT = LONG_PROMPTS[0].text
 LAYERS = 30
@@ -92,8 +101,27 @@ def test_metrics_on_both_servers(cluster: PairCluster) -> None:
     assert _sum(on_prefill, "sglang:e2e_request_latency_seconds_count") > 0
     assert _sum(on_decode, "sglang:time_to_first_token_seconds_count") > 0
     assert _sum(on_decode, "spectrumkv:failures_total") == 0
+    _check_what_doctor_says(
+        RunningServer(role, parse_metrics(server.url, text), _server_info(server, cluster))
+        for role, server, text in (("prefill", prefill, on_prefill), ("decode", decode, on_decode))
+    )
     cluster.stop(prefill)
     cluster.stop(decode)
+
+
+def _server_info(server: SGLangServer, cluster: PairCluster) -> dict[str, Any]:
+    return dict(json.loads(get(f"{server.url}/get_server_info", namespace=cluster.namespace)))
+
+
+def _check_what_doctor_says(servers: Iterable[RunningServer]) -> None:
+    """`spectrumkv doctor --prefill-url --decode-url` on a healthy pair that sent a tiered chunk over TCP."""
+    findings = [finding for section in sections_of_servers(list(servers)) for finding in section.findings]
+    details = {finding.name: finding.detail for finding in findings}
+    assert not [finding for finding in findings if finding.severity is Severity.PROBLEM]
+    assert details["SGLang"] == "model, dtype, page size, TP and version are equal"
+    assert "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER=65535" in details["transport"]
+    assert "stayed off the wire" in details["bytes"]
+    assert details["landing slots"] == "16 free"
 
 
 def test_a_missing_extension_point_stops_the_server_before_it_serves(

@@ -97,14 +97,23 @@ def shorter_results(folder: Path) -> list[Path]:
 
 
 def test_everything_on_one_page_in_a_real_browser(
-    log: Path, prefill_metrics: bytes, serve: Callable[[bytes], str], chromium: Callable[..., str], tmp_path: Path
+    log: Path, prefill_metrics: bytes, serve: Callable[..., str], chromium: Callable[..., str], tmp_path: Path
 ) -> None:
     page, picture = tmp_path / "report.html", tmp_path / "shot.png"
     simulated = tmp_path / "simulated.json"
     runner = CliRunner()
     assert runner.invoke(app, ["simulate", "--count", "20", "--json", str(simulated)]).exit_code == 0
     inputs = [*map(str, (*shorter_results(tmp_path), log, simulated))]
-    command = ["report", *inputs, "--url", serve(prefill_metrics), "--out", str(page), "--title", INJECTED]
+    command = [
+        "report",
+        *inputs,
+        "--url",
+        serve({"/metrics": prefill_metrics}),
+        "--out",
+        str(page),
+        "--title",
+        INJECTED,
+    ]
     done = runner.invoke(app, command)
     assert done.exit_code == 0, done.output
 
@@ -156,8 +165,8 @@ def test_a_torn_last_line_of_a_log_is_left_out(log: Path) -> None:
         sections_of(log)
 
 
-def test_a_live_server(prefill_metrics: bytes, serve: Callable[[bytes], str]) -> None:
-    server, split = live_sections([serve(prefill_metrics)])
+def test_a_live_server(prefill_metrics: bytes, serve: Callable[..., str]) -> None:
+    server, split = live_sections([serve({"/metrics": prefill_metrics})])
     assert server.title.startswith("Live: prefill at http://127.0.0.1")
     assert "70.0% of the KV stayed off the wire" in server.text[1]
     parts = {row[0]: row[3] for row in split.shown[0].rows}  # type: ignore[union-attr]
@@ -165,14 +174,14 @@ def test_a_live_server(prefill_metrics: bytes, serve: Callable[[bytes], str]) ->
                      "prefill: transfer, tiered": "20"}  # fmt: skip
 
 
-def test_servers_without_metrics_or_without_our_backend(serve: Callable[[bytes], str]) -> None:
+def test_servers_without_metrics_or_without_our_backend(serve: Callable[..., str]) -> None:
     with pytest.raises(LiveServerError, match="is the server running"):
         fetch_metrics("http://127.0.0.1:9")
     with pytest.raises(LiveServerError, match="expected an address"):
         fetch_metrics("prefill:30000")
     with pytest.raises(LiveServerError, match="no Prometheus text"):
-        fetch_metrics(serve(b"<html>"))
-    plain, _ = live_sections([serve(b'sglang:num_running_reqs{engine_type="decode"} 1.0\n')])
+        fetch_metrics(serve({"/metrics": b"<html>"}))
+    plain, _ = live_sections([serve({"/metrics": b'sglang:num_running_reqs{engine_type="decode"} 1.0\n'})])
     assert plain.text == ["This server runs no SpectrumKV backend: nothing of it is tiered."]
 
 
