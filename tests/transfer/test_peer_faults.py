@@ -61,11 +61,18 @@ def test_writes_that_do_not_end_rest_their_slots_on_both_sides(
     assert unended >= 1
     assert (outcome.code, outcome.peer_suspect, outcome.went_native) == (-1, True, False)
     assert outcome.failures == {"write_timeout": unended}
+    assert source.rank._writes.given_up == unended
     assert 0.5 <= outcome.seconds < 5
     wanted = {"in_use": 0, "quarantined": unended}
     assert eventually(lambda: {name: rank.state()[name] for name in wanted}, wanted, 1.4) == wanted
     source.engine.on_written = lambda number: None
     next_room(rank, source)
+
+    def batches_kept() -> int:
+        source.rank._writes.collect_ended()
+        return source.rank._writes.given_up
+
+    assert eventually(batches_kept, 0) == 0  # the engine was asked after the writes had ended: it frees their batches
     assert eventually(lambda: source.staging()["free"], ALL_STAGING_SLOTS) == ALL_STAGING_SLOTS
     assert idle(rank)
 
@@ -199,6 +206,42 @@ def test_slots_of_a_prefill_that_vanished_come_back(
     assert (outcome.went_native, outcome.reason) == (True, "pool_exhausted")
     assert eventually(lambda: rank.state()["free"], ALL_SLOTS, 5) == ALL_SLOTS
     next_room(rank, source)
+
+
+def test_slots_of_a_dead_prefill_rest_as_soon_as_its_room_has_closed(
+    make_rank: MakeRank, make_prefill: MakePrefill, make_raw: MakeRaw
+) -> None:
+    """SGLang fails the rooms of a prefill that it hears nothing of: the slots do not wait for the lease as well."""
+    rank, source = make_rank(lease_s=20, quarantine_s=1.5), make_prefill()
+    raw = make_raw(source, rank)
+    rank.open_room(1, 10)
+    assert len(raw.grants(1, 10, slots_wanted=ALL_SLOTS)) == ALL_SLOTS
+    raw.vanish()
+    rank.ask("close_room", room=1)
+    assert eventually(lambda: rank.state()["quarantined"], ALL_SLOTS, 15) == ALL_SLOTS
+    assert rank.counters() == {"room_gone": 1}
+    assert eventually(lambda: rank.state()["free"], ALL_SLOTS, 10) == ALL_SLOTS
+    next_room(rank, source)
+    assert rank.state()["open_chunks"] == 1  # without slots; it is known until its lease ends
+    assert eventually(lambda: rank.state()["open_chunks"], 0, 30) == 0
+
+
+def test_a_slow_prefill_whose_room_has_closed_is_told_so_and_never_to_go_native(
+    make_rank: MakeRank, make_prefill: MakePrefill, make_raw: MakeRaw
+) -> None:
+    rank, source = make_rank(quarantine_s=0.2), make_prefill()
+    raw, pages = make_raw(source, rank), source.some_pages(8)
+    rank.open_room(1, len(pages))
+    [grant] = raw.grants(1, len(pages))
+    commit = raw.land(grant, 1, pages)
+    rank.ask("close_room", room=1)
+    assert eventually(lambda: rank.state()["free"], ALL_SLOTS, 15) == ALL_SLOTS
+    answer = raw.ask(commit)
+    assert isinstance(answer, Failed)
+    assert answer.code == "room_gone"
+    assert rank.is_untouched()
+    raw.send_frames(encode(Close(1, [grant.slot])))
+    assert idle(rank)
 
 
 def test_a_commit_after_the_lease_is_refused(make_rank: MakeRank, make_prefill: MakePrefill, make_raw: MakeRaw) -> None:
