@@ -228,7 +228,7 @@ _FAILURE_MEANING: dict[FailureCause, str] = {
     FailureCause.PAGE_RANGE: "a COMMIT named pages outside those that decode allocated for the room",
     FailureCause.TIER_UNDECLARED: "a COMMIT used a tier that its OPEN had not declared: report it, with both versions",
     FailureCause.COMMIT_TIMEOUT: "decode did not answer COMMIT within unpack_timeout_s",
-    FailureCause.DTYPE_MISMATCH: "prefill and decode keep KV in different dtypes: set one --dtype for both",
+    FailureCause.DTYPE_MISMATCH: "KV of prefill and decode differs in dtype or size: one model and --dtype for both",
     FailureCause.BAD_MESSAGE: "a control message could not be read: another version or another program on the port",
     FailureCause.SLOT_LEASE_EXPIRED: "prefill took longer than lease_s to use a granted slot",
     FailureCause.IMPORTANCE_UNOBSERVED: "attention could not be observed in a forward: its tokens count as unimportant",

@@ -212,7 +212,7 @@ class ChunkSender:
                 chunk=flight.chunk, slot=written.remote.slot, page_start=task.page_start, checksum=written.checksum
             )
         )
-        flight.unanswered += 1
+        flight.unanswered[written.job.piece.sequence] = written.remote.slot
         return True
 
     def _end_of_write(self, flight: InFlight, *, wait: bool) -> float | None:
@@ -267,26 +267,42 @@ class ChunkSender:
 
     def _take_answer(self, flight: InFlight, stats: ChunkStats) -> None:
         started = time.perf_counter()
-        try:
-            answer = flight.channel.receive(flight.chunk, self._config.unpack_timeout_s)
-        except ControlMessageError as error:
-            raise ChunkFailedError(FailureCause.BAD_MESSAGE, f"decode's answer is unreadable: {error}") from error
+        answer = self._next_answer(flight, self._config.unpack_timeout_s)
         waited = time.perf_counter() - started
         stats.wait_seconds += waited
         self._metrics.wait(Wait.DONE, waited)
-        if isinstance(answer, Done) and answer.slot in flight.addresses:
-            flight.unanswered -= 1
+        if isinstance(answer, Done):
             stats.unpack_seconds += answer.unpack_seconds
             flight.remote.append(SlotGrant(answer.slot, answer.generation, flight.addresses[answer.slot]))
             return
-        if isinstance(answer, Failed):
-            flight.unanswered -= 1
+        if answer is not None:
             raise failure(answer, self._metrics)
-        if answer is None:
-            raise ChunkFailedError(
-                FailureCause.COMMIT_TIMEOUT, f"decode did not answer COMMIT within {self._config.unpack_timeout_s} s"
-            )
-        raise ChunkFailedError(FailureCause.BAD_MESSAGE, f"decode answered COMMIT with {type(answer).__name__}")
+        raise ChunkFailedError(
+            FailureCause.COMMIT_TIMEOUT, f"decode did not answer COMMIT within {self._config.unpack_timeout_s} s"
+        )
+
+    def _next_answer(self, flight: InFlight, timeout: float) -> Done | Failed | None:
+        """The answer to some commit that has none yet; None after ``timeout`` seconds.
+
+        An answer that came before, or to what was not asked, is counted as stale: a slot that was taken for free twice
+        would be written while decode still reads it.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                answer = flight.channel.receive(flight.chunk, max(0.0, deadline - time.monotonic()))
+            except ControlMessageError as error:
+                raise ChunkFailedError(FailureCause.BAD_MESSAGE, f"decode's answer is unreadable: {error}") from error
+            if answer is None:
+                return None
+            if isinstance(answer, (Done, Failed)):
+                slot = flight.unanswered.get(answer.sequence)
+                if slot is not None and (isinstance(answer, Failed) or answer.slot == slot):
+                    del flight.unanswered[answer.sequence]
+                    return answer
+            flight.channel.stale_messages += 1
+            if time.monotonic() > deadline:  # a peer that floods us must not keep us here
+                return None
 
     # ---- endings -------------------------------------------------------------------------------------------------
 
@@ -294,10 +310,7 @@ class ChunkSender:
         """Before the chunk goes native: no earlier sub-chunk may be unpacked over what the native path writes."""
         deadline = time.monotonic() + self._config.unpack_timeout_s
         while flight.unanswered:
-            try:
-                answer = flight.channel.receive(flight.chunk, max(0.0, deadline - time.monotonic()))
-            except ControlMessageError as error:
-                raise ChunkFailedError(FailureCause.BAD_MESSAGE, f"decode's answer is unreadable: {error}") from error
+            answer = self._next_answer(flight, max(0.0, deadline - time.monotonic()))
             if isinstance(answer, Failed) and isinstance(cause := failure(answer, self._metrics), ChunkFailedError):
                 raise cause
             if answer is None:
@@ -305,7 +318,6 @@ class ChunkSender:
                     FailureCause.COMMIT_TIMEOUT,
                     f"decode did not end its unpacking within {self._config.unpack_timeout_s} s",
                 )
-            flight.unanswered -= 1
 
     def _finish(self, flight: InFlight) -> None:
         """Release every slot of the chunk on both sides."""

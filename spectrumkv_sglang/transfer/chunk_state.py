@@ -91,7 +91,7 @@ class InFlight:
         packing: payloads that are being packed.
         writing: payloads that are being written.
         failed_remote: landing slots of failed writes.
-        unanswered: commits that decode has not answered.
+        unanswered: slots of commits that decode has not answered, by sequence.
     """
 
     chunk: int
@@ -101,4 +101,4 @@ class InFlight:
     packing: deque[Packing] = field(default_factory=deque)
     writing: deque[Writing] = field(default_factory=deque)
     failed_remote: list[int] = field(default_factory=list)
-    unanswered: int = 0
+    unanswered: dict[int, int] = field(default_factory=dict)

@@ -52,6 +52,7 @@ logger = logging.getLogger(__name__)
 _IDLE_POLL_SECONDS = 0.5
 _WAITING_POLL_SECONDS = 0.005
 _MOST_WAITING = 4096
+_CLOSED_ROOM_SECONDS = 5.0  # a live prefill that writes for a closed room says CLOSE, or COMMIT, sooner
 
 ChunkKey = tuple[bytes, int]
 
@@ -256,7 +257,7 @@ class LandingServer:
             self._reply(key, Refused(key[1], Reason.CONTROL_ERROR.value, text))
             return
         if key in self._chunks or any(waiting.key == key for waiting in self._waiting):
-            self._reply(key, Refused(key[1], Reason.CONTROL_ERROR.value, "this chunk is open already"))
+            self._metrics.control_message_rejected(Rejection.STALE)  # a second copy: the first is answered
             return
         if message.geometry_digest != self._view.geometry.digest():
             self._reply(key, Refused(key[1], Reason.GEOMETRY_MISMATCH.value, f"decode has {self._view.geometry}"))
@@ -332,7 +333,19 @@ class LandingServer:
     def _on_commit(self, key: ChunkKey, commit: Commit) -> None:
         chunk = self._chunks.get(key)
         slot = chunk.slots.get(commit.slot) if chunk else None
-        if chunk is None or slot is None or slot.generation != commit.generation or commit.slot in chunk.unpacking:
+        if (
+            chunk is not None
+            and slot is not None
+            and slot.generation == commit.generation
+            and slot.index in chunk.unpacking
+        ):
+            self._metrics.control_message_rejected(Rejection.STALE)  # a second copy: the first is answered
+            return
+        if chunk is None or slot is None or slot.generation != commit.generation:
+            if chunk is not None and not self._room_is_open(chunk):
+                # Not "stale": that would send the chunk natively, into pages that may be freed by now.
+                self._fail(key, commit, FailureCause.ROOM_GONE, f"room {chunk.open.room} is closed")
+                return
             held = slot.generation if slot else None
             self._fail(
                 key,
@@ -413,10 +426,17 @@ class LandingServer:
 
     def _expire_leases(self) -> None:
         now = self._clock()
+        for chunk in list(self._chunks.values()):
+            silent = now - chunk.last_seen > min(_CLOSED_ROOM_SECONDS, self._lease_seconds)
+            if silent and not chunk.closed and chunk.slots.keys() - chunk.unpacking and not self._room_is_open(chunk):
+                self._take_slots_back(chunk)
         late = [key for key, chunk in self._chunks.items() if now - chunk.last_seen > self._lease_seconds]
         for key in late:
             chunk = self._chunks[key]
             if chunk.closed:
+                continue
+            if not chunk.slots:  # taken back when its room closed
+                del self._chunks[key]
                 continue
             self._metrics.failure(FailureCause.SLOT_LEASE_EXPIRED)
             log_once(
@@ -429,6 +449,21 @@ class LandingServer:
             chunk.closed = True
             chunk.failed_slots = frozenset(chunk.slots)
             self._release(key, chunk)
+
+    def _take_slots_back(self, chunk: _OpenChunk) -> None:
+        """Of a chunk whose room has closed and whose prefill says nothing: dead, most likely. Its last write may still
+        be going on. The chunk stays known until its lease ends, so that a COMMIT gets a clear answer."""
+        indices = [index for index in chunk.slots if index not in chunk.unpacking]
+        for index in indices:
+            self._pool.quarantine(chunk.slots.pop(index))
+        self._metrics.failure(FailureCause.ROOM_GONE)
+        log_once(
+            logger,
+            logging.WARNING,
+            "slots-of-closed-room",
+            f"room {chunk.open.room} has closed and its prefill is silent (dead?): "
+            f"{len(indices)} landing slots go into quarantine",
+        )
 
     def _fail(self, key: ChunkKey, commit: Commit, cause: FailureCause, text: str) -> None:
         self._metrics.failure(cause)

@@ -280,11 +280,23 @@ class SpectrumKVManager(MooncakeKVManager):  # type: ignore[misc]
             peer=getattr(self.decode_kv_args_table.get(session), "spectrumkv_handshake", None),
             room_is_live=lambda: self.request_status.get(chunk.room) not in (None, sglang_compat.kv_poll_failed()),
             forward_done=tuple(event for event in events if event is not None),
+            native_misfit=self._native_misfit(session) if only is None else "",
         )
         code, peer_suspect = self.prefill_rank.send(outgoing, counted, only)
         if code != 0 and not peer_suspect:
             self._spare(session)
         return code
+
+    def _native_misfit(self, session: str) -> str:
+        """Why whole pages of ours do not fit those of decode, or "". SGLang would copy them all the same."""
+        ours = int(self.kv_args.kv_item_lens[0])
+        theirs = int(getattr(self.decode_kv_args_table.get(session), "dst_kv_item_len", None) or ours)
+        if theirs == ours:
+            return ""
+        return (
+            f"a page of a layer has {ours} bytes on prefill and {theirs} on decode {session}: serve the same model "
+            "on both with the same --dtype, --kv-cache-dtype and --page-size"
+        )
 
     def expect_request(self, room: int, parameters: Any) -> None:
         """A request came that will be sent as ``room``, with ``parameters`` for this package; before it is sent."""

@@ -2,12 +2,15 @@
 
 ``transfer_submit_write`` + ``transfer_check_status`` poll at a slowly growing interval; the blocking call spins a
 core for the whole transfer. A handle must not be asked again after a terminal answer (the engine crashes), and a
-failed or timed-out write may still be going on: the caller quarantines both slots.
+failed or timed-out write may still be going on: the caller quarantines both slots. A batch is freed by the engine when
+it is asked after its end, so one that was given up is asked after again at later writes.
 """
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +20,7 @@ from spectrumkv_sglang.tuning.bandwidth import LinkClock
 
 _FIRST_POLL_SECONDS = 0.0001
 _LONGEST_POLL_SECONDS = 0.001
+_MOST_GIVEN_UP = 4096
 
 
 @dataclass
@@ -44,9 +48,37 @@ class MooncakeWrites:
         self._engine = engine
         self._timeout = timeout
         self._clock = clock
+        self._given_up: deque[int] = deque()
+        self._lock = threading.Lock()
+
+    @property
+    def given_up(self) -> int:
+        """Writes that took too long and have not ended since: the engine keeps a batch for each."""
+        with self._lock:
+            return len(self._given_up)
+
+    def collect_ended(self) -> None:
+        """Ask once after each write that was given up: the engine frees the batch of one that has ended."""
+        for _ in range(self.given_up):
+            with self._lock:
+                if not self._given_up:
+                    return
+                handle = self._given_up.popleft()
+            try:
+                going = self._engine.transfer_check_status(handle) == 0
+            except Exception:  # noqa: BLE001 (pybind errors have no common base; the batch is the engine's to free)
+                continue
+            if going:
+                self._give_up(handle)
+
+    def _give_up(self, handle: int) -> None:
+        with self._lock:
+            if len(self._given_up) < _MOST_GIVEN_UP:
+                self._given_up.append(handle)
 
     def submit(self, session: str, source: int, destination: int, length: int) -> PendingWrite:
         """Start writing ``length`` bytes. Raises ChunkFailedError(write_failed) when the engine refuses."""
+        self.collect_ended()
         now = time.monotonic()
         try:
             handle = self._engine.transfer_submit_write(session, source, destination, length)
@@ -107,6 +139,7 @@ class MooncakeWrites:
                 peer_suspect=True,
             )
         if now > write.deadline:
+            self._give_up(write.handle)
             raise ChunkFailedError(
                 FailureCause.WRITE_TIMEOUT,
                 f"Mooncake write of {write.length} bytes to {write.session} did not end within {self._timeout} s",

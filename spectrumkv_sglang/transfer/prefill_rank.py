@@ -55,7 +55,8 @@ class OutgoingChunk:
 
     ``pages`` are prefill's page ids; the chunk covers pages [page_start, page_start + len(pages)) of what decode
     allocated for the room. ``prefix_tokens`` of the prompt lie on decode already. ``room_pages`` is the number of
-    pages that decode allocated. ``forward_done`` are CUDA events after the forward that writes the pages.
+    pages that decode allocated. ``native_misfit`` says why SGLang's own path would corrupt decode's KV, if it would.
+    ``forward_done`` are CUDA events after the forward that writes the pages.
     """
 
     room: int
@@ -68,6 +69,7 @@ class OutgoingChunk:
     peer: Handshake | ControlMessageError | None
     room_is_live: Callable[[], bool]
     forward_done: tuple[Any, ...] = ()
+    native_misfit: str = ""
 
 
 @dataclass(frozen=True)
@@ -386,6 +388,8 @@ class PrefillRank:
         if not chunk.room_is_live():
             # Aborted while the chunk waited for decode, which may have freed the pages by now.
             raise ChunkFailedError(FailureCause.ROOM_GONE, f"room {chunk.room} was aborted") from reason
+        if chunk.native_misfit:
+            raise ChunkFailedError(FailureCause.DTYPE_MISMATCH, chunk.native_misfit) from reason
         self._say_native(chunk, reason)
         for event in chunk.forward_done:
             event.synchronize()  # SGLang before 0.5.23 does not wait for it itself

@@ -71,6 +71,7 @@ class _Room:
     as_decided: bool = True
     total: ChunkCost = field(default_factory=ChunkCost)
     loads: list[float] = field(default_factory=list)
+    elapsed: float = 0.0  # seconds, by whichever path
 
 
 class RoomDecisions:
@@ -177,12 +178,13 @@ class RoomDecisions:
     @contextmanager
     def sending(self, room: int, session: str, *, last: bool) -> Iterator[ChunkCost]:
         """Around the sending of one chunk, by whichever path; what it took is left in the cost that this yields."""
-        cost, load = ChunkCost(), self.controller.sending(session)
+        cost, load, began = ChunkCost(), self.controller.sending(session), time.monotonic()
         try:
             yield cost
         finally:
             try:
-                self._add(room, session, cost, (load + self.controller.sent(session)) / 2, last)
+                load = (load + self.controller.sent(session)) / 2
+                self._add(room, session, cost, load, time.monotonic() - began, last)
             except Exception:  # the chunk was sent, whatever became of the books
                 logger.exception("room %d: the controller did not learn from its transfer", room)
 
@@ -206,7 +208,7 @@ class RoomDecisions:
         with self._lock:
             self._expected.pop(room, None)
 
-    def _add(self, room: int, session: str, cost: ChunkCost, load: float, last: bool) -> None:
+    def _add(self, room: int, session: str, cost: ChunkCost, load: float, elapsed: float, last: bool) -> None:
         key = (room, session)
         with self._lock:
             found = self._rooms.get(key)
@@ -214,6 +216,7 @@ class RoomDecisions:
                 return
             found.as_decided = found.as_decided and cost.as_decided
             found.loads.append(load)
+            found.elapsed += elapsed
             total = found.total
             total.native_bytes += cost.native_bytes
             total.wire_bytes += cost.wire_bytes
@@ -232,6 +235,8 @@ class RoomDecisions:
                 decision,
                 Measured(total.native_bytes, total.wire_bytes, total.seconds, total.pack_s, total.unpack_s, mean),
             )
+        else:
+            self.controller.fell_back(found.decision, found.elapsed)
         self._tell()
 
     def _tell(self) -> None:

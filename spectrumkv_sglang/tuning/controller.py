@@ -290,12 +290,25 @@ class Controller:
                 line = self._speeds.of(candidate) * measured.native_bytes
                 line += measured.wire_bytes * measured.load / bandwidth
                 peer.residuals.add(candidate.name, measured.native_bytes, measured.seconds - line)
-            if decision.allowance_s is not None:
-                violated = measured.seconds > decision.allowance_s
-                self._counts.violations += violated
-                # What was expected to be late says nothing against the candidate.
-                if decision.expected_s is None or decision.expected_s <= decision.allowance_s:
-                    peer.cooldowns.add(candidate.name, violated)
+            self._judge(peer, decision, measured.seconds)
+
+    def fell_back(self, decision: Decision, seconds: float) -> None:
+        """The room of ``decision`` ended otherwise than decided, natively or not at all, after ``seconds``. That says
+        nothing about the candidate's speed, but a target that was missed is held against it."""
+        with self._lock:
+            if not (math.isfinite(seconds) and seconds > 0):
+                self._counts.refused_samples += 1
+                return
+            self._judge(self._peer(decision.peer), decision, seconds)
+
+    def _judge(self, peer: _Peer, decision: Decision, seconds: float) -> None:
+        if decision.allowance_s is None:
+            return
+        violated = seconds > decision.allowance_s
+        self._counts.violations += violated
+        # What was expected to be late says nothing against the candidate.
+        if decision.expected_s is None or decision.expected_s <= decision.allowance_s:
+            peer.cooldowns.add(decision.candidate.name, violated)
 
     # ---- books ---------------------------------------------------------------------------------------------------
 

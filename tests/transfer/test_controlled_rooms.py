@@ -9,14 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import MakePrefill, MakeRank
+from conftest import MakePrefill, MakeRank, MakeRaw
 from decode_peer import GEOMETRY, PeerRank
-from prefill_side import Outcome, PrefillSide, assert_arrived
+from prefill_side import Outcome, PrefillSide, assert_arrived, idle
 
 from spectrumkv_sglang.config import SpectrumKVConfig
 from spectrumkv_sglang.observability.reasons import ProbeState
 from spectrumkv_sglang.profiles.profile import load_profile
 from spectrumkv_sglang.profiles.tier import Tier
+from spectrumkv_sglang.transfer.messages import Close, encode
 from spectrumkv_sglang.transfer.sending_policy import SendingPolicy, configured_policies, serve_candidates
 from spectrumkv_sglang.verification.fingerprint import FingerprintError
 
@@ -171,6 +172,26 @@ def test_without_a_controller_every_room_travels_as_configured(make_rank: MakeRa
     assert outcome.record is not None
     assert (outcome.record["profile"], outcome.record["candidate"]) == ("spectrum-safe", "")
     assert outcome.record["decision"] is None
+
+
+def test_a_room_that_falls_back_counts_against_its_target(
+    make_rank: MakeRank, make_prefill: MakePrefill, make_raw: MakeRaw
+) -> None:
+    """It went natively because decode had no slot: the candidate's speed is not judged, the missed target is."""
+    rank = make_rank(slot_wait_s=0.2)
+    source = make_prefill(**controlled(ttft_target_s=0.1), slot_wait_s=0.2)
+    decisions = source.rank.decisions
+    assert decisions is not None
+    link_is(source, rank, GBPS)
+    raw = make_raw(source, rank)
+    rank.open_room(77, 4)
+    raw.grants(77, 4, slots_wanted=16)
+    outcome, _, _ = send(source, rank, 1)
+    assert (outcome.went_native, outcome.reason) == (True, "pool_exhausted")
+    assert outcome.seconds > 0.1
+    assert decisions.controller.counts.violations == 1
+    raw.send_frames(encode(Close(1, [])))
+    assert idle(rank)
 
 
 def test_a_controller_that_breaks_does_not_break_rooms(

@@ -48,8 +48,8 @@ def test_writes_that_do_not_end_rest_their_slots_on_both_sides(
     make_rank: MakeRank, make_prefill: MakePrefill, peer: DecodePeer
 ) -> None:
     """The engine goes on with the writes when the peer wakes up, long after they were given up."""
-    rank = make_rank(slot_bytes=SMALL_SLOT, quarantine_s=1.5)
-    source = make_prefill(slot_bytes=SMALL_SLOT, write_timeout_s=0.5, quarantine_s=1.5)
+    rank = make_rank(slot_bytes=SMALL_SLOT, quarantine_s=4)
+    source = make_prefill(slot_bytes=SMALL_SLOT, write_timeout_s=0.5, quarantine_s=4)
     pages = source.some_pages(100)
     rank.open_room(1, len(pages))
     source.engine.on_written = lambda number: peer.stop()  # those that are under way then find nobody
@@ -61,13 +61,20 @@ def test_writes_that_do_not_end_rest_their_slots_on_both_sides(
     assert unended >= 1
     assert (outcome.code, outcome.peer_suspect, outcome.went_native) == (-1, True, False)
     assert outcome.failures == {"write_timeout": unended}
+    assert source.rank._writes.given_up == unended
     assert 0.5 <= outcome.seconds < 5
     wanted = {"in_use": 0, "quarantined": unended}
-    assert eventually(lambda: {name: rank.state()[name] for name in wanted}, wanted, 1.4) == wanted
+    assert eventually(lambda: {name: rank.state()[name] for name in wanted}, wanted, 3.9) == wanted
     source.engine.on_written = lambda number: None
     next_room(rank, source)
-    assert eventually(lambda: source.staging()["free"], ALL_STAGING_SLOTS) == ALL_STAGING_SLOTS
-    assert idle(rank)
+
+    def batches_kept() -> int:
+        source.rank._writes.collect_ended()
+        return source.rank._writes.given_up
+
+    assert eventually(batches_kept, 0) == 0  # the engine was asked after the writes had ended: it frees their batches
+    assert eventually(lambda: source.staging()["free"], ALL_STAGING_SLOTS, 20) == ALL_STAGING_SLOTS
+    assert eventually(lambda: idle(rank), True, 20)
 
 
 def test_an_unanswered_commit_times_out(make_rank: MakeRank, make_prefill: MakePrefill, peer: DecodePeer) -> None:
@@ -136,7 +143,7 @@ def test_a_peer_killed_mid_write_is_suspect_and_its_successor_works(
     make_rank: MakeRank, make_prefill: MakePrefill, doomed: DecodePeer
 ) -> None:
     rank = make_rank(on=doomed, slot_bytes=SMALL_SLOT)
-    source = make_prefill(slot_bytes=SMALL_SLOT, open_timeout_s=1, slot_wait_s=0, unpack_timeout_s=5, quarantine_s=1.5)
+    source = make_prefill(slot_bytes=SMALL_SLOT, open_timeout_s=1, slot_wait_s=0, unpack_timeout_s=5, quarantine_s=6)
     next_room(rank, source)
     pages = source.some_pages(380)
     rank.open_room(1, len(pages))
@@ -160,7 +167,57 @@ def test_a_peer_killed_mid_write_is_suspect_and_its_successor_works(
     again = source.send(rank, 2, pages[:10], peer=rank.handshake)
     assert again.went_native
     next_room(make_rank(), source)
-    assert eventually(lambda: source.staging()["free"], ALL_STAGING_SLOTS) == ALL_STAGING_SLOTS
+    assert eventually(lambda: source.staging()["free"], ALL_STAGING_SLOTS, 20) == ALL_STAGING_SLOTS
+
+
+@pytest.mark.parametrize("stage", ["before COMMIT", "mid unpack"])
+def test_a_peer_killed_after_the_write_fails_the_room_in_time(
+    make_rank: MakeRank, make_prefill: MakePrefill, doomed: DecodePeer, stage: str
+) -> None:
+    rank = make_rank(on=doomed)
+    source = make_prefill(unpack_timeout_s=3)
+    next_room(rank, source)
+    rank.open_room(1, 10)
+    killers: list[threading.Timer] = []
+
+    def kill(number: int) -> None:
+        if stage == "before COMMIT":
+            doomed.kill()
+            return
+        killers.append(threading.Timer(0.3, doomed.kill))  # the COMMIT is out, and its room is held
+        killers[-1].start()
+
+    if stage == "mid unpack":
+        rank.ask("hold_room", room=1)
+    source.engine.on_written = kill
+    outcome = source.send(rank, 1, source.some_pages(10))
+    source.engine.on_written = lambda number: None
+    for killer in killers:
+        killer.join()
+    assert (outcome.code, outcome.peer_suspect, outcome.went_native) == (-1, False, False)
+    assert outcome.failures == {"commit_timeout": 1}
+    assert outcome.seconds < 20
+    next_room(make_rank(), source)
+
+
+def test_a_prefill_that_vanishes_mid_unpack_leaves_nothing(
+    make_rank: MakeRank, make_prefill: MakePrefill, make_raw: MakeRaw
+) -> None:
+    rank, source = make_rank(write_timeout_s=2, lease_s=8, quarantine_s=0.2), make_prefill()
+    raw, pages = make_raw(source, rank), source.some_pages(8)
+    room_pages = rank.open_room(1, len(pages))
+    [grant] = raw.grants(1, len(pages))
+    rank.ask("hold_room", room=1)
+    raw.send_frames(encode(raw.land(grant, 1, pages)))
+    raw.grants(1, len(pages), chunk=2)  # so the COMMIT has been read
+    raw.vanish()
+    assert rank.state()["in_use"] == 2
+    rank.ask("let_room_go", room=1)
+    rank.ask("close_room", room=1)  # waits for an unpack that runs; one that had not begun is refused
+    assert rank.is_untouched(but=room_pages)
+    assert eventually(lambda: rank.state()["free"], ALL_SLOTS, 20) == ALL_SLOTS
+    assert eventually(lambda: rank.state()["open_chunks"], 0, 20) == 0
+    next_room(rank, source)
 
 
 def test_a_new_decode_process_takes_over(make_rank: MakeRank, make_prefill: MakePrefill, doomed: DecodePeer) -> None:
@@ -199,6 +256,42 @@ def test_slots_of_a_prefill_that_vanished_come_back(
     assert (outcome.went_native, outcome.reason) == (True, "pool_exhausted")
     assert eventually(lambda: rank.state()["free"], ALL_SLOTS, 5) == ALL_SLOTS
     next_room(rank, source)
+
+
+def test_slots_of_a_dead_prefill_rest_as_soon_as_its_room_has_closed(
+    make_rank: MakeRank, make_prefill: MakePrefill, make_raw: MakeRaw
+) -> None:
+    """SGLang fails the rooms of a prefill that it hears nothing of: the slots do not wait for the lease as well."""
+    rank, source = make_rank(lease_s=20, quarantine_s=1.5), make_prefill()
+    raw = make_raw(source, rank)
+    rank.open_room(1, 10)
+    assert len(raw.grants(1, 10, slots_wanted=ALL_SLOTS)) == ALL_SLOTS
+    raw.vanish()
+    rank.ask("close_room", room=1)
+    assert eventually(lambda: rank.state()["quarantined"], ALL_SLOTS, 15) == ALL_SLOTS
+    assert rank.counters() == {"room_gone": 1}
+    assert eventually(lambda: rank.state()["free"], ALL_SLOTS, 10) == ALL_SLOTS
+    next_room(rank, source)
+    assert rank.state()["open_chunks"] == 1  # without slots; it is known until its lease ends
+    assert eventually(lambda: rank.state()["open_chunks"], 0, 30) == 0
+
+
+def test_a_slow_prefill_whose_room_has_closed_is_told_so_and_never_to_go_native(
+    make_rank: MakeRank, make_prefill: MakePrefill, make_raw: MakeRaw
+) -> None:
+    rank, source = make_rank(quarantine_s=0.2), make_prefill()
+    raw, pages = make_raw(source, rank), source.some_pages(8)
+    rank.open_room(1, len(pages))
+    [grant] = raw.grants(1, len(pages))
+    commit = raw.land(grant, 1, pages)
+    rank.ask("close_room", room=1)
+    assert eventually(lambda: rank.state()["free"], ALL_SLOTS, 15) == ALL_SLOTS
+    answer = raw.ask(commit)
+    assert isinstance(answer, Failed)
+    assert answer.code == "room_gone"
+    assert rank.is_untouched()
+    raw.send_frames(encode(Close(1, [grant.slot])))
+    assert idle(rank)
 
 
 def test_a_commit_after_the_lease_is_refused(make_rank: MakeRank, make_prefill: MakePrefill, make_raw: MakeRaw) -> None:

@@ -11,6 +11,7 @@ import torch
 from conftest import MakePrefill, MakeRank
 from decode_peer import SLOT_BYTES, DecodePeer
 
+from spectrumkv_sglang.observability.once import flush_log_once
 from spectrumkv_sglang.payload.tier_map import encode_tier_map
 
 pytestmark = pytest.mark.timeout(150)
@@ -41,6 +42,7 @@ def test_neither_side_logs_what_it_transfers(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Transfers that succeed, are refused, arrive broken, and are answered by an error on decode."""
+    flush_log_once()  # causes that other tests logged would be said only once a minute
     caplog.set_level(logging.DEBUG)
     rank = make_rank()
     source = make_prefill(profile="spectrum", budget=0.4, require_probe=False)

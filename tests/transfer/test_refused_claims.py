@@ -119,6 +119,23 @@ def test_another_geometry_goes_native_and_another_dtype_fails(make_rank: MakeRan
     next_room(rank, make_prefill())
 
 
+def test_a_peer_whose_pages_have_another_size_is_never_sent_to_natively(
+    make_rank: MakeRank, make_prefill: MakePrefill
+) -> None:
+    """Also one without this package, whose dtype and model nobody told us: an FP8 pool, another model."""
+    rank, source = make_rank(), make_prefill()
+    rank.open_room(1, 10)
+    for peer in (None, rank.handshake, msgspec.structs.replace(rank.handshake, kv_heads=1)):
+        fits = peer is rank.handshake  # what is tiered was checked against the handshake
+        outcome = source.send(rank, 1, source.some_pages(10), peer=peer, native_misfit="a page has other bytes")
+        if fits:
+            assert (outcome.code, outcome.reason) == (0, "tiered")
+            continue
+        assert (outcome.code, outcome.peer_suspect, outcome.went_native) == (-1, False, False)
+        assert outcome.failures == {"dtype_mismatch": 1}
+    assert idle(rank)
+
+
 @pytest.mark.parametrize("table", [b"", b"\x03", b"\x05" + b"\0" * 36, b"\x03" + b"\xee" * 36])
 def test_a_wrong_precision_table_is_refused(
     make_rank: MakeRank, make_prefill: MakePrefill, make_raw: MakeRaw, table: bytes
