@@ -20,10 +20,11 @@ from spectrumkv_sglang.report.sections.simulation import simulation_sections
 from spectrumkv_sglang.report.sections.sizing import sizing_sections
 from spectrumkv_sglang.report.sections.transfer import transfer_sections
 from spectrumkv_sglang.report.sections.transfer_log import log_sections
+from spectrumkv_sglang.report.sections.tuning import tuning_sections
 
 Document = dict[str, Any]
 KNOWN = (
-    "the JSON of spectrumkv probe, eval, calibrate, simulate or size; docs/results/quality.json or gpu.json; "
+    "the JSON of spectrumkv probe, eval, calibrate, tune, simulate or size; docs/results/quality.json or gpu.json; "
     "kernels.json, transfer.json or serving.json of the benchmarks; or a transfer log"
 )
 
@@ -94,6 +95,7 @@ _KINDS: Sequence[tuple[Callable[[Document], bool], Callable[[Document, Path], li
         lambda one, path: quality_sections(one),
     ),
     (lambda one: {"expected_kl", "granularity"} <= set(one), lambda one, path: calibration_sections(one)),
+    (lambda one: {"frontier", "others"} <= set(one), lambda one, path: tuning_sections(one)),
     (lambda one: {"link", "seed", "results"} <= set(one), lambda one, path: simulation_sections(one)),
     (lambda one: {"estimates", "advice"} <= set(one), lambda one, path: sizing_sections(one)),
     (_is_transfer, lambda one, path: transfer_sections(_runs(one, "transfer"))),

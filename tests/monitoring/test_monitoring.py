@@ -12,8 +12,11 @@ from types import ModuleType
 
 import pytest
 import yaml
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
 
 from spectrumkv_sglang.observability.metric_specs import METRICS, PROCESS_LABELS, STAGE_SECONDS, Kind
+from spectrumkv_sglang.observability.metrics import TransferMetrics
 from spectrumkv_sglang.observability.reasons import FailureCause, ProbeState, Reason
 
 ROOT = Path(__file__).parents[2]
@@ -136,6 +139,25 @@ def test_prometheus_parses_every_query_of_the_dashboard(
     path = tmp_path / "queries.yaml"
     path.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
     assert f"{len(rules)} rules found" in promtool("check", "rules", path)
+
+
+def test_names_are_the_documented_ones_however_prometheus_asks() -> None:
+    """prometheus-client writes underscores for colons in OpenMetrics: the relabelling takes that back."""
+    registry = CollectorRegistry()
+    metrics = TransferMetrics("prefill", 0, registry=registry)
+    metrics.pack(0.1)
+    metrics.probe_state(ProbeState.VERIFIED)
+    (job,) = yaml.safe_load((MONITORING / "prometheus.yaml").read_text())["scrape_configs"]
+    (relabel,) = job["metric_relabel_configs"]
+    for asked in ("text/plain", "application/openmetrics-text;version=1.0.0"):
+        encode, _ = choose_encoder(asked)
+        lines = encode(registry).decode().splitlines()
+        names = {re.split(r"[ {]", line)[0] for line in lines if line and not line.startswith("#")}
+        names = {name for name in names if not name.endswith("_created")}
+        replacement = re.sub(r"\$(\d)", r"\\\1", relabel["replacement"])
+        renamed = {re.sub(rf"^(?:{relabel['regex']})$", replacement, name) for name in names}
+        assert "spectrumkv:probe_state" in renamed
+        assert renamed <= SERIES.keys()
 
 
 def test_the_compose_file_mounts_what_is_there() -> None:

@@ -233,6 +233,17 @@ def test_a_probe(tmp_path: Path) -> None:
     assert text.count("<svg ") == 1
 
 
+def test_a_frontier(tmp_path: Path) -> None:
+    point = {"profile": "p1", "wire_ratio": 0.25, "kl": 0.01, "speed": 4e10, "tier_shares": [0.01, 0.1, 0.89],
+             "candidate": True}  # fmt: skip
+    document = {"format": 1, "model": "m", "points_of_space": 90, "judged": 2, "speeds_of": "H200",
+                "stopped_by": "budget", "frontier": [point], "others": [{**point, "kl": 0.2}]}  # fmt: skip
+    path, page = tmp_path / "frontier.json", tmp_path / "r.html"
+    path.write_text(json.dumps(document))
+    assert CliRunner().invoke(app, ["report", str(path), "--out", str(page)]).exit_code == 0
+    assert "<td>p1</td><td>0.250</td><td>0.01</td><td>40</td><td>1% / 10% / 89%</td><td>yes</td>" in page.read_text()
+
+
 def test_a_calibration(tmp_path: Path) -> None:
     calibration = {"format": 1, "model": "m", "profile": "p.yaml", "budget": 0.24, "chunk_tokens": 2048,
                    "wire_ratio": 0.24, "expected_kl": {"low": 0.01}, "granularity": "by layer",
