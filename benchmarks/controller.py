@@ -4,8 +4,8 @@
 
 Prefill and decode run in two network namespaces; a token bucket limits the link between them, and its rate changes
 from phase to phase (RATE:REQUESTS, Gb/s, 0: no limit). Every arm is a prefill server of its own: the controller,
-SGLang's own backend, and each candidate as a fixed profile. The arms answer every request one after the other, in an order that
-rotates, so that a busy moment of the machine meets them alike.
+SGLang's own backend, and each candidate as a fixed profile. The arms answer every request one after the other, in an
+order that rotates, so that a busy moment of the machine meets them alike.
 
 Prompts are random token ids. By default prefill keeps them in its prefix cache, as a conversation's turns are kept:
 then a request is hardly more than its transfer. With --fresh both caches are emptied before each request.
