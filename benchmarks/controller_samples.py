@@ -1,7 +1,7 @@
 """What the controller benchmark measures, and what it comes to: phases, the whole, settling, targets. Pure functions.
 
 An *arm* is a prefill server that answers every request: ``controller``, ``native`` (SGLang's own backend) and one for
-each fixed candidate, named as the controller names it. A *phase* is a rate of the link; requests are numbered in it.
+each fixed candidate, named as the controller names it. A *phase* is a rate of the link; its requests are numbered.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ class Replayed:
         native, own = self._free(NATIVE), self._free(arm)
         tokens = own[0].prompt_tokens
         rest = statistics.median(s.ttft_s - s.transfer_s for s in own)
-        over = statistics.median((s.transfer_s - s.wire_bytes / self._bandwidth()) / s.chunks for s in native)
+        over = statistics.median(s.transfer_s - s.wire_bytes / self._bandwidth() for s in native)  # of all its chunks
         return Cluster(
             prefill_ranks=1,
             prefill_tokens_per_second=tokens / max(rest, 1e-3),

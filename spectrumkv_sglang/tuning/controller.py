@@ -289,7 +289,7 @@ class Controller:
             if bandwidth is not None and not taught and not first:
                 line = self._speeds.of(candidate) * measured.native_bytes
                 line += measured.wire_bytes * measured.load / bandwidth
-                peer.residuals.add(candidate.name, measured.native_bytes, measured.seconds - line)
+                peer.residuals.add(candidate.name, measured.native_bytes, measured.seconds - line, predicted=line)
             self._judge(peer, decision, measured.seconds)
 
     def fell_back(self, decision: Decision, seconds: float) -> None:

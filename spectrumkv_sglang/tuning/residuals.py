@@ -28,11 +28,17 @@ class Residuals:
     def __init__(self) -> None:
         self._values: dict[tuple[str, int], float] = {}
 
-    def add(self, name: str, native_bytes: float, seconds: float) -> None:
-        """Take in that ``native_bytes`` took ``seconds`` longer than predicted, or shorter: negative."""
+    def add(self, name: str, native_bytes: float, seconds: float, *, predicted: float = math.inf) -> None:
+        """Take in that ``native_bytes`` took ``seconds`` longer than ``predicted``, or shorter: negative.
+
+        The first time counts as at most twice what was predicted: one stall must not keep a candidate from a second.
+        """
         key = (name, size_class(native_bytes))
-        sample, before = seconds / native_bytes, self._values.get(key)
-        self._values[key] = sample if before is None else before + RESIDUAL_WEIGHT * (sample - before)
+        before = self._values.get(key)
+        if before is None:
+            self._values[key] = min(seconds, predicted) / native_bytes
+        else:
+            self._values[key] = before + RESIDUAL_WEIGHT * (seconds / native_bytes - before)
 
     def seconds(self, name: str, native_bytes: float) -> float:
         """Expected difference for a transfer of ``native_bytes``; 0 where none was measured."""

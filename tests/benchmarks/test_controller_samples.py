@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 
 import pytest
 from controller import Fixed, arms_of
+from controller_cost import seconds_per_room
 from controller_report import report_of
 from controller_samples import (
     CONTROLLER,
@@ -122,3 +123,9 @@ def test_all_of_our_arms_share_a_decode_and_only_one_has_a_controller() -> None:
     ours = [arm for arm in arms if arm.profile is not None]
     assert len({arm.decode_key for arm in ours}) == 1
     assert [arm.prefill_env.get("SPECTRUMKV_CONTROLLER_ENABLED") for arm in ours] == [None, "false", "false"]
+
+
+def test_rooms_whose_cost_is_measured_bypass_and_take_cpu_time() -> None:
+    found = seconds_per_room(20)
+    assert len(found) == 20
+    assert sum(found) > 0

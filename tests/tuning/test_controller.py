@@ -41,6 +41,13 @@ def test_a_candidate_whose_first_transfer_stalled_is_tried_again(stalled: str, r
         assert link.seconds(link.send().candidate, 32 * MIB) <= 1.05 * link.seconds(link.best(32 * MIB), 32 * MIB)
 
 
+def test_a_first_native_transfer_that_stalled_is_tried_again() -> None:
+    link = SimulatedLink(rate=UNLIMITED, stalls={NATIVE.name: 5.0})
+    chosen = [link.send().candidate for _ in range(30)]
+    assert link.stalls == {NATIVE.name: 0.0}
+    assert set(chosen[-10:]) == {NATIVE}
+
+
 def test_without_a_sample_the_safe_candidate() -> None:
     link = SimulatedLink()
     assert (link.send().candidate, link.send().reason) == (NEAR, DecisionReason.ENVELOPE)
