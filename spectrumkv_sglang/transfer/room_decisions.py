@@ -183,8 +183,8 @@ class RoomDecisions:
             yield cost
         finally:
             try:
-                load = (load + self.controller.sent(session)) / 2
-                self._add(room, session, cost, load, time.monotonic() - began, last)
+                mean_load = (load + self.controller.sent(session)) / 2
+                self._add(room, session, cost, mean_load, time.monotonic() - began, last)
             except Exception:  # the chunk was sent, whatever became of the books
                 logger.exception("room %d: the controller did not learn from its transfer", room)
 
