@@ -178,13 +178,13 @@ class RoomDecisions:
     @contextmanager
     def sending(self, room: int, session: str, *, last: bool) -> Iterator[ChunkCost]:
         """Around the sending of one chunk, by whichever path; what it took is left in the cost that this yields."""
-        cost, before, began = ChunkCost(), self.controller.sending(session), time.monotonic()
+        cost, load, began = ChunkCost(), self.controller.sending(session), time.monotonic()
         try:
             yield cost
         finally:
             try:
-                load = (before + self.controller.sent(session)) / 2
-                self._add(room, session, cost, load, time.monotonic() - began, last)
+                mean_load = (load + self.controller.sent(session)) / 2
+                self._add(room, session, cost, mean_load, time.monotonic() - began, last)
             except Exception:  # the chunk was sent, whatever became of the books
                 logger.exception("room %d: the controller did not learn from its transfer", room)
 
