@@ -153,7 +153,7 @@ def _given_sampler(given: Mapping[str, Any]) -> Any:
     """A sampler of optuna that draws nothing: points are chosen by `proposal`."""
     from optuna.samplers import BaseSampler
 
-    class GivenSampler(BaseSampler):
+    class GivenSampler(BaseSampler):  # type: ignore[misc]
         def infer_relative_search_space(self, study: Any, trial: Any) -> dict[str, Any]:
             return {}
 
