@@ -288,9 +288,18 @@ def best_possible(table: Table, evaluations: int) -> float:
     return share(table, chosen)
 
 
-def _one(job: tuple[str, str, int, int]) -> tuple[str, int, Any]:
-    path, method, evaluations, seed = job
-    table = read_table(Path(path))
+_table: Table | None = None
+
+
+def _take(table: Table) -> None:
+    global _table
+    _table = table
+
+
+def _one(job: tuple[str, int, int]) -> tuple[str, int, Any]:
+    method, evaluations, seed = job
+    table = _table
+    assert table is not None
     methods: dict[str, Any] = {"ours": search, "random": random_search, "gp_sampler": gp_sampler}
     if method == "best":
         return method, seed, best_possible(table, evaluations)
@@ -302,12 +311,10 @@ def compare(arguments: argparse.Namespace) -> None:
     table = read_table(Path(arguments.grid))
     points = len(table.coordinates)
     evaluations = points // SHARE
-    jobs = [(arguments.grid, "ours", evaluations, seed) for seed in range(arguments.seeds)]
-    jobs += [
-        (arguments.grid, "gp_sampler", evaluations, seed) for seed in range(min(arguments.seeds, arguments.gp_seeds))
-    ]
-    jobs += [(arguments.grid, "best", evaluations, 0)]
-    with multiprocessing.get_context("spawn").Pool(arguments.processes) as pool:
+    jobs = [("ours", evaluations, seed) for seed in range(arguments.seeds)]
+    jobs += [("gp_sampler", evaluations, seed) for seed in range(min(arguments.seeds, arguments.gp_seeds))]
+    jobs += [("best", evaluations, 0)]
+    with multiprocessing.get_context("spawn").Pool(arguments.processes, _take, (table,)) as pool:
         found = pool.map(_one, jobs, chunksize=1)
     results: dict[str, Any] = {
         "points": points,
