@@ -38,6 +38,7 @@ PEER = Handshake(
     landing_slots=16,
     allowed_tiers=[0, 1, 2],
     knows_rotation=True,
+    control_key="",
 )
 SESSION, NATIVE_BYTES = "10.0.0.2:15000", 1e6
 CODEC_SPEED = 1e3
