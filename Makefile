@@ -104,7 +104,7 @@ test-programs: # Without the right to install, the tests that need them say so a
 	    echo "test: $$program is missing: what needs it is NOT TESTED. sudo apt-get install chromium prometheus" >&2; \
 	done
 
-test: model test-programs ## Run all tests
+test: model test-programs ## Run the tests (all but those of `make test-versions` that repeat others)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-versions: model ## Run the real pair on each supported SGLang release

@@ -30,6 +30,7 @@ def _judge(server: SGLangServer, token_ids: list[int], policy: str) -> None:
     json.loads(post(f"{server.url}/generate", content, namespace=server.namespace))
 
 
+@pytest.mark.by_hand
 @pytest.mark.versions
 @pytest.mark.parametrize("version", ["0.5.16", "0.5.23"])
 def test_requests_travel_in_place_and_are_judged(cluster: PairCluster, version: str, tmp_path: Path) -> None:
