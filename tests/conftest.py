@@ -1,4 +1,4 @@
-"""What all tests share: hypothesis' settings, and programs that are not Python's.
+"""What all tests share: hypothesis' settings, programs that are not Python's, a small model.
 
 Property tests try the same examples in every run, so that a change fails for what it changed.
 
@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import os
 import shutil
+import string
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+_LETTERS = string.ascii_lowercase + " .\n"
 
 settings.register_profile("repeatable", derandomize=True, database=None)
 settings.register_profile("search", print_blob=True)
@@ -64,3 +68,44 @@ def serve() -> Iterator[Callable[[Mapping[str, bytes]], str]]:
     for server in servers:
         server.shutdown()
         server.server_close()
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of 3 layers with 2 KV heads of 16, random weights, whose tokens are letters."""
+    import torch
+    from tokenizers import Regex, Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Split
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(5)
+    config = AutoConfig.for_model(
+        "llama",
+        vocab_size=len(_LETTERS),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=256,
+        initializer_range=0.2,  # large enough that the model says something and errors show
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer = Tokenizer(WordLevel({letter: place for place, letter in enumerate(_LETTERS)}, unk_token="."))
+    tokenizer.pre_tokenizer = Split(Regex("[\\s\\S]"), "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=".").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """4,000 letters for that model."""
+    import numpy as np
+
+    drawn = np.random.default_rng(1).choice(list(_LETTERS[:-1]), size=4000)
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(drawn))
+    return path

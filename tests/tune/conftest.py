@@ -1,14 +1,11 @@
-"""A small model with random weights whose tokens are letters, and a text for it; a space that is known."""
+"""Speeds that nothing was measured for, and a space that is known."""
 
 from __future__ import annotations
 
-import string
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 
 from spectrumkv_sglang.kernels.precision import Precision
 from spectrumkv_sglang.kernels.transforms import Transform
@@ -17,46 +14,6 @@ from spectrumkv_sglang.search.codec_speeds import CodecSpeeds
 from spectrumkv_sglang.search.known_costs import KnownCosts
 from spectrumkv_sglang.search.space import Point, Space
 from spectrumkv_sglang.search.wire_cost import WireCost
-
-LETTERS = string.ascii_lowercase + " .\n"
-
-
-@pytest.fixture(scope="session")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of 3 layers with 2 KV heads of 16."""
-    from tokenizers import Regex, Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Split
-    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
-
-    folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(5)
-    config = AutoConfig.for_model(
-        "llama",
-        vocab_size=len(LETTERS),
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=256,
-        initializer_range=0.2,  # large enough that the model says something and errors show
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    tokenizer = Tokenizer(WordLevel({letter: place for place, letter in enumerate(LETTERS)}, unk_token="."))
-    tokenizer.pre_tokenizer = Split(Regex("[\\s\\S]"), "isolated")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=".").save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """4,000 letters."""
-    drawn = np.random.default_rng(1).choice(list(LETTERS[:-1]), size=4000)
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("".join(drawn))
-    return path
 
 
 @pytest.fixture(scope="session")
