@@ -17,8 +17,9 @@ from spectrumkv_sglang.profiles.chunk_plan import ChunkPlan, last_page_rows, pla
 from spectrumkv_sglang.profiles.profile import Profile, load_profile
 from spectrumkv_sglang.profiles.tier import Tier
 from spectrumkv_sglang.transfer.pool_view import PoolView
-from spectrumkv_sglang.transfer.sending_policy import NATIVE_PACKED, SendingPolicy
+from spectrumkv_sglang.transfer.sending_policy import SendingPolicy
 from spectrumkv_sglang.transfer.unpacking import pool_slots_of_pages
+from spectrumkv_sglang.tuning.own_candidate import NATIVE_PACKED
 
 # Size on the wire of one sub-chunk's COMMIT and DONE without tier map, encrypted: an upper bound (checked by a test).
 SUBCHUNK_MESSAGE_BYTES = 384

@@ -333,14 +333,6 @@ class LandingServer:
     def _on_commit(self, key: ChunkKey, commit: Commit) -> None:
         chunk = self._chunks.get(key)
         slot = chunk.slots.get(commit.slot) if chunk else None
-        if (
-            chunk is not None
-            and slot is not None
-            and slot.generation == commit.generation
-            and slot.index in chunk.unpacking
-        ):
-            self._metrics.control_message_rejected(Rejection.STALE)  # a second copy: the first is answered
-            return
         if chunk is None or slot is None or slot.generation != commit.generation:
             if chunk is not None and not self._room_is_open(chunk):
                 # Not "stale": that would send the chunk natively, into pages that may be freed by now.
@@ -353,6 +345,9 @@ class LandingServer:
                 FailureCause.STALE_GENERATION,
                 f"slot {commit.slot} generation {commit.generation} is not granted to this chunk (held: {held})",
             )
+            return
+        if slot.index in chunk.unpacking:
+            self._metrics.control_message_rejected(Rejection.STALE)  # a second copy: the first is answered
             return
         chunk.last_seen = self._clock()
         begin, end = chunk.open.page_start, chunk.open.page_start + chunk.open.page_count

@@ -21,12 +21,13 @@ from spectrumkv_sglang.payload.precision_table import PrecisionTable
 from spectrumkv_sglang.transfer.errors import GoNativeError
 from spectrumkv_sglang.transfer.handshake import Handshake
 from spectrumkv_sglang.transfer.pool_view import PoolView
-from spectrumkv_sglang.transfer.sending_policy import NATIVE_PACKED, SendingPolicy, ServedCandidates
+from spectrumkv_sglang.transfer.sending_policy import SendingPolicy, ServedCandidates
 from spectrumkv_sglang.transfer.tier_agreement import forbidden_in
 from spectrumkv_sglang.tuning.bandwidth import LinkClock
 from spectrumkv_sglang.tuning.controller import Controller
 from spectrumkv_sglang.tuning.decision import Ask, Counts, Decision, Measured
 from spectrumkv_sglang.tuning.frontier import NATIVE, Candidate
+from spectrumkv_sglang.tuning.own_candidate import NATIVE_PACKED
 from spectrumkv_sglang.tuning.request_limits import NO_LIMITS, RequestLimits, read_limits
 from spectrumkv_sglang.tuning.settings import ControllerSettings
 

@@ -16,13 +16,11 @@ from spectrumkv_sglang.profiles.profile import Profile, load_profile
 from spectrumkv_sglang.profiles.tier import Tier
 from spectrumkv_sglang.transfer.pool_view import PoolView
 from spectrumkv_sglang.tuning.frontier import Candidate
-from spectrumkv_sglang.tuning.own_candidate import NATIVE_PACKED, own_candidate
+from spectrumkv_sglang.tuning.own_candidate import own_candidate
 from spectrumkv_sglang.tuning.settings import CandidateSettings
 from spectrumkv_sglang.verification.fingerprint import ModelFingerprint
 
 logger = logging.getLogger(__name__)
-
-__all__ = ["NATIVE_PACKED", "SendingPolicy", "ServedCandidates", "configured_policies", "serve_candidates"]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from spectrumkv_sglang.payload.codec import warm_up_kernels, why_not_kernels
 from spectrumkv_sglang.profiles.profile import load_profile
 from spectrumkv_sglang.transfer.pool_view import PoolView
-from spectrumkv_sglang.transfer.sending_policy import NATIVE_PACKED, SendingPolicy
+from spectrumkv_sglang.transfer.sending_policy import SendingPolicy
+from spectrumkv_sglang.tuning.own_candidate import NATIVE_PACKED
 
 logger = logging.getLogger(__name__)
 
