@@ -35,6 +35,8 @@ from spectrumkv_sglang.launch.client import HttpError, flush_caches, generate, g
 from spectrumkv_sglang.launch.model import fetch_model
 from spectrumkv_sglang.launch.prompts import LONG_PROMPTS
 from spectrumkv_sglang.launch.servers import READY_TIMEOUT_SECONDS, Fleet, Role, ServerSpec, SGLangServer
+from spectrumkv_sglang.observability.live_metrics import LiveMetrics, parse_metrics
+from spectrumkv_sglang.observability.metric_specs import CHUNKS, LANDING_SLOTS, STAGING_SLOTS
 
 TOKENS = 16
 STOPPED_SECONDS = 8.0
@@ -68,7 +70,11 @@ class Books:
         for process in processes_of([server]):
             threads += process.num_threads()
             descriptors += process.num_fds()
-        slots = {f"slots {state}": metric(server, f'slots{{.*state="{state}"') for state in ("in_use", "quarantined")}
+        live = metrics_of(server)
+        slots = {
+            f"slots {state}": sum(live.total(kind, state=state) for kind in (LANDING_SLOTS, STAGING_SLOTS))
+            for state in ("in_use", "quarantined")
+        }
         return cls({"threads": threads, "descriptors": descriptors, **slots})
 
     def more_than(self, before: Books) -> dict[str, float]:
@@ -81,22 +87,14 @@ class Books:
         }
 
 
-def metric(server: SGLangServer, pattern: str) -> float:
-    """Sum of the spectrumkv series whose line holds the parts of ``pattern``, which ``.*`` parts from each other."""
-    parts = pattern.split(".*")
-    lines = get(f"{server.url}/metrics", namespace=server.namespace).decode().splitlines()
-    found = [line for line in lines if line.startswith("spectrumkv:") and all(part in line for part in parts)]
-    return sum(float(line.rpartition(" ")[2]) for line in found)
+def metrics_of(server: SGLangServer) -> LiveMetrics:
+    """What the server counts at this moment."""
+    return parse_metrics(server.url, get(f"{server.url}/metrics", namespace=server.namespace).decode())
 
 
 def reasons(server: SGLangServer) -> dict[str, int]:
     """Chunks that prefill has sent, by reason."""
-    found: dict[str, int] = {}
-    for line in get(f"{server.url}/metrics", namespace=server.namespace).decode().splitlines():
-        if line.startswith("spectrumkv:chunks_total"):
-            reason = line.partition('reason="')[2].partition('"')[0]
-            found[reason] = found.get(reason, 0) + int(float(line.rpartition(" ")[2]))
-    return found
+    return {reason: int(count) for (reason,), count in metrics_of(server).by_label(CHUNKS, "reason").items()}
 
 
 class FaultBench:
