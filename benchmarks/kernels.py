@@ -1,10 +1,12 @@
 """How near pack, unpack and checksum come to the GPU's memory bandwidth: table, JSON and plot.
 
-    python benchmarks/kernels.py --out DIR [--quick]
+    python benchmarks/kernels.py --out DIR [--quick] [--payloads-only]
 
 The floor of a kernel is the fewest bytes that it must read and write over the measured bandwidth of a device copy: the
 chunk's rows in the pool once and the payload once. An unpack that is not allowed to write before the checksum is known
 has to read the payload twice; its fraction of the one-read floor is given, and of the two-read floor beside it.
+
+What the host needs to queue one payload is measured for a whole chunk, and for payloads that just fit into a slot.
 """
 
 from __future__ import annotations
@@ -21,18 +23,21 @@ from typing import Any
 import numpy as np
 import torch
 import triton
-from kernel_cases import MIXES, MODELS, Chunk, geometry_of, make_chunk, make_pool
+from kernel_cases import MIXES, MODELS, Chunk, Mix, geometry_of, make_chunk, make_pool
 from kernel_timing import RUNS, copy_bandwidth, gpu_seconds, wall_seconds
 
 from spectrumkv_sglang.kernels.triton_checksum import close_payload, sum_payload, sum_tails
 from spectrumkv_sglang.kernels.triton_pack import pack_groups
 from spectrumkv_sglang.kernels.triton_unpack import unpack_groups
-from spectrumkv_sglang.payload.codec import pack_with_checksum, unpack_if_intact
+from spectrumkv_sglang.payload.codec import KVBuffers, pack_with_checksum, unpack_if_intact
 from spectrumkv_sglang.payload.device_codec import UnpackOutcome
 from spectrumkv_sglang.payload.exchange import Pending
+from spectrumkv_sglang.payload.geometry import KVGeometry
 from spectrumkv_sglang.payload.prologue import Prologue
 
 TOKENS = 8192
+SLOTS_MIB = (16, 64)
+"""Sizes of a slot whose payloads are queued for the host's time; 16 MiB is the default."""
 
 
 class KernelsOfChunk:
@@ -122,6 +127,32 @@ def steady_state(kernels: KernelsOfChunk) -> dict[str, Any]:
             "allocations": torch.cuda.memory_stats()["allocation.all.allocated"] - lent,
         }
     return result
+
+
+def queueing(pool: KVBuffers, geometry: KVGeometry, mix: Mix, b: float) -> list[dict[str, Any]]:
+    """What queueing a payload costs that just fits into a slot, for each size of slot up to the whole chunk's."""
+    found = []
+    for mib in SLOTS_MIB:
+        tokens = min(TOKENS, int(mib * 2**20 / (b * geometry.native_bytes_per_token)))
+        chunk = make_chunk(pool, geometry, mix, tokens // geometry.page_size * geometry.page_size)
+        found.append(
+            {"slot_mib": mib, "tokens": chunk.layout.rows, "payload_bytes": chunk.layout.total_bytes}
+            | steady_state(KernelsOfChunk(chunk))
+        )
+    return found
+
+
+def show_queueing(rows: list[dict[str, Any]]) -> None:
+    """Print the host's times of single payloads."""
+    print(f"{'model':14}{'page':>5} {'profile':22}{'slot':>5}{'tokens':>7}{'pack us':>9}{'unpack us':>10}{'lent':>6}")
+    for row in rows:
+        for payload in row["payloads"]:
+            pack, unpack = payload["pack"], payload["unpack"]
+            print(
+                f"{row['model']:14}{row['page_size']:5} {row['profile']:22}{payload['slot_mib']:5}{payload['tokens']:7}"
+                f"{pack['host_seconds'] * 1e6:9.0f}{unpack['host_seconds'] * 1e6:10.0f}"
+                f"{pack['allocations'] + unpack['allocations']:6}"
+            )
 
 
 def measure(chunk: Chunk, bandwidth: float) -> dict[str, Any]:
@@ -220,10 +251,13 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    """Measure everything and write ``kernels.json`` and ``kernels.png``."""
+    """Measure and write ``kernels.json`` and, unless it is about payloads only, ``kernels.png``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"), help="folder for JSON and plot")
     parser.add_argument("--quick", action="store_true", help="Llama-3.1-8B with page size 1 only")
+    parser.add_argument(
+        "--payloads-only", action="store_true", help="only what the host needs for single payloads, page size 1"
+    )
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("a CUDA GPU is needed")
@@ -233,18 +267,27 @@ def main() -> None:
     rows = []
     for model in list(MODELS)[: 1 if arguments.quick else None]:
         pool = make_pool(geometry_of(model, 1), 2 * TOKENS, device)
-        for page_size in (1,) if arguments.quick else (1, 16, 64):
+        for page_size in (1,) if arguments.quick or arguments.payloads_only else (1, 16, 64):
             for profile, mix in MIXES.items():
-                chunk = make_chunk(pool, geometry_of(model, page_size), mix, TOKENS)
-                rows.append({"model": model, "page_size": page_size, "profile": profile} | measure(chunk, bandwidth))
+                geometry = geometry_of(model, page_size)
+                chunk = make_chunk(pool, geometry, mix, TOKENS)
+                row = {"model": model, "page_size": page_size, "profile": profile}
+                if not arguments.payloads_only:
+                    row |= measure(chunk, bandwidth)
+                if page_size == 1:
+                    row["payloads"] = queueing(pool, geometry, mix, chunk.layout.total_bytes / chunk.pool_bytes)
+                rows.append(row)
                 print(f"{model} page {page_size} {profile}", flush=True)
         del pool, chunk
         torch.cuda.empty_cache()
-    show(rows)
+    if not arguments.payloads_only:
+        show(rows)
+    show_queueing([row for row in rows if "payloads" in row])
     arguments.out.mkdir(parents=True, exist_ok=True)
     report = {"machine": environment(), "tokens": TOKENS, "copy_bytes_per_second": bandwidth, "kernels": rows}
     (arguments.out / "kernels.json").write_text(json.dumps(report, indent=1) + "\n")
-    plot(rows, arguments.out / "kernels.png")
+    if not arguments.payloads_only:
+        plot(rows, arguments.out / "kernels.png")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from link_model_forecast import FORMS, GOAL_VARIANT, MIB, PROMPTS, SHAPES, Setting, forecasts_of, goal_of
+from link_model_forecast import FORMS, GOAL_VARIANT, MIB, PROMPTS, SHAPES, SLOTS_MIB, Setting, forecasts_of, goal_of
 from link_model_points import (
     PointsError,
     codecs_of,
@@ -87,7 +87,11 @@ def main() -> int:
     options = _options()
     console = wide_console()
     kernels = json.loads(options.kernels.read_text(encoding="utf-8"))
-    codecs = {shape: codecs_of(kernels, shape) for shape in SHAPES}
+    by_slot = {
+        shape: {mib: codecs_of(kernels, shape, slot_mib=mib) for mib in {options.payload_mib, *SLOTS_MIB}}
+        for shape in SHAPES
+    }
+    codecs = {shape: of_slot[options.payload_mib] for shape, of_slot in by_slot.items()}
     sizes = {shape: pool_bytes_per_token(kernels, shape) for shape in SHAPES}
     samples, goodput = transfers_of([_read(path, options.run) for path in options.transfers], options.goodput)
     points, excluded = points_of(samples, goodput, codecs[options.model], options.chunk_tokens)
@@ -96,7 +100,16 @@ def main() -> int:
     setting = Setting(fitted, options.chunk_tokens, options.payload_mib * MIB, options.unfused * 1e9)
     forecasts = forecasts_of(codecs, sizes, setting)
     chunk_bytes = {shape: PROMPTS[0] * size for shape, size in sizes.items()}
-    goals = [goal_of(shape, codecs[shape][GOAL_VARIANT], chunk_bytes[shape], setting, forecasts) for shape in SHAPES]
+    goals = [
+        goal_of(
+            shape,
+            {mib: of_variant[GOAL_VARIANT] for mib, of_variant in by_slot[shape].items()},
+            chunk_bytes[shape],
+            setting,
+            forecasts,
+        )
+        for shape in SHAPES
+    ]
     errors = [abs(prediction.relative_error) for prediction in predictions]
 
     console.print(validation_table(predictions))
@@ -114,7 +127,7 @@ def main() -> int:
     for variant, seconds in packing.items():
         codec = codecs[options.model].get(variant)
         if codec is not None:
-            host = f"{codec.pack_host_seconds * 1e3:.2f} ms by the form `host`, which has it for a whole chunk"
+            host = f"{codec.pack_host_seconds * 1e3:.2f} ms by the form `host`"
             console.print(f"{variant}: a payload was packed in {seconds * 1e3:.2f} ms; the host's part is {host}")
     console.print(sequential_table(codecs, setting.unfused))
     for form in FORMS:

@@ -1,7 +1,7 @@
 """What the link model says of links that cannot be had here, in four forms that differ in what they count.
 
 * kernels: pack and unpack at their measured speeds, nothing else: what the GPU allows;
-* host: and what the host needs to plan and launch them, for every payload;
+* host: and what the host needs to plan and launch them, for every payload, as measured for a slot of that size;
 * fitted: and what the TCP points cost beyond the model, of which a part is TCP's own (staging in host memory);
 * unfused: a given S in place of the kernels, as systems without fused kernels have, and nothing else.
 """
@@ -32,7 +32,7 @@ FORMS = ("kernels", "host", "fitted", "unfused")
 COMPRESSED = tuple(variant for variant in PROFILES if variant != "native-packed")
 GOAL_RATIO = 0.35
 GOAL_VARIANT = "balanced-0.3"
-SLOTS_MIB = (4, 16, 64)
+SLOTS_MIB = (16, 64)
 MIB = 1024 * 1024
 
 
@@ -109,8 +109,10 @@ def forecasts_of(
     ]
 
 
-def goal_of(shape: str, codec: Codec, chunk_bytes: float, setting: Setting, forecasts: Sequence[Forecast]) -> Goal:
-    """Where the goal stands for one chunk of ``chunk_bytes``, native, of `GOAL_VARIANT`."""
+def goal_of(
+    shape: str, codecs: Mapping[int, Codec], chunk_bytes: float, setting: Setting, forecasts: Sequence[Forecast]
+) -> Goal:
+    """Where the goal stands for one chunk of ``chunk_bytes``, native, of `GOAL_VARIANT`; its codec by slot in MiB."""
     rate = RATES[-1]
     bandwidth = bytes_per_second(rate)
     native = native_seconds(chunk_bytes, bandwidth)
@@ -126,8 +128,10 @@ def goal_of(shape: str, codec: Codec, chunk_bytes: float, setting: Setting, fore
             for f in forecasts
             if (f.shape, f.tokens, f.rate_gbps, f.variant) == (shape, PROMPTS[0], rate, GOAL_VARIANT)
         },
-        allowed_chunk_seconds={mib: GOAL_RATIO * native - seconds(without_host_time(codec), mib) for mib in SLOTS_MIB},
-        ratios_with_host={mib: seconds(codec, mib) / native for mib in SLOTS_MIB},
+        allowed_chunk_seconds={
+            mib: GOAL_RATIO * native - seconds(without_host_time(codecs[mib]), mib) for mib in SLOTS_MIB
+        },
+        ratios_with_host={mib: seconds(codecs[mib], mib) / native for mib in SLOTS_MIB},
     )
 
 

@@ -12,7 +12,13 @@ from transfer_samples import PLAIN, TUNED, UNLIMITED, Sample, Status, cases_of, 
 
 from spectrumkv_sglang.errors import SpectrumKVError
 from spectrumkv_sglang.tuning.fixed_cost import MeasuredTransfer, fit_fixed_cost
-from spectrumkv_sglang.tuning.link_model import Codec, FixedCost, Transfer, bytes_per_second
+from spectrumkv_sglang.tuning.link_model import (
+    DEFAULT_PAYLOAD_BYTES,
+    Codec,
+    FixedCost,
+    Transfer,
+    bytes_per_second,
+)
 
 PROFILES = {
     "native-packed": "native-packed",
@@ -25,6 +31,9 @@ PROFILES = {
     "aggressive-0.2": "aggressive 1/17/82",
 }
 """The kernels' measurement that stands for a variant of the transfers."""
+
+
+DEFAULT_SLOT_MIB = DEFAULT_PAYLOAD_BYTES // 2**20
 
 
 class PointsError(SpectrumKVError):
@@ -54,10 +63,13 @@ class Prediction:
         return self.seconds / self.point.measured.seconds - 1.0
 
 
-def codecs_of(document: Mapping[str, Any], model: str, page_size: int = 1) -> dict[str, Codec]:
+def codecs_of(
+    document: Mapping[str, Any], model: str, page_size: int = 1, slot_mib: int = DEFAULT_SLOT_MIB
+) -> dict[str, Codec]:
     """Codec of every variant for a model's shape, from the output of benchmarks/kernels.py (or gpu.json).
 
-    The host's time is what planning and launching took for the whole chunk, an upper bound for one of its payloads.
+    The host's time is that of queueing a payload that just fits into a slot of ``slot_mib``; where that was not
+    measured, that of the whole chunk, an upper bound.
 
     Raises:
         PointsError: the document has no measurement of this shape.
@@ -74,7 +86,8 @@ def codecs_of(document: Mapping[str, Any], model: str, page_size: int = 1) -> di
     codecs = {}
     for variant, profile in PROFILES.items():
         entry = measured[profile]
-        seconds, host = entry["seconds"], entry["steady_state"]
+        seconds = entry["seconds"]
+        host = next((one for one in entry.get("payloads", ()) if one["slot_mib"] == slot_mib), entry["steady_state"])
         codecs[variant] = Codec(
             b=entry["b"],
             pack_bytes_per_second=entry["pool_bytes"] / seconds["pack"],

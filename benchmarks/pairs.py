@@ -87,6 +87,8 @@ VARIANTS = (
     Variant("near-lossless-0.5", "near-lossless", 0.5),
     Variant("balanced-0.3", "balanced", 0.3),
     Variant("aggressive-0.2", "aggressive", 0.2),
+    Variant("spectrum-0.5", "spectrum-paper", 0.5),
+    Variant("spectrum-0.35", "spectrum-paper", 0.35),
     Variant("spectrum-0.28", "spectrum-paper", 0.28),
 )
 """``plain`` is Mooncake at its defaults, ``fp8-kv`` what SGLang halves for free: FP8 KV in both pools."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from link_model_forecast import COMPRESSED, FORMS, GOAL_VARIANT, MIB, SHAPES, Setting, forecasts_of, goal_of
+from link_model_forecast import COMPRESSED, FORMS, GOAL_VARIANT, MIB, SHAPES, SLOTS_MIB, Setting, forecasts_of, goal_of
 from link_model_points import (
     PROFILES,
     PointsError,
@@ -65,6 +65,21 @@ def test_codecs_come_from_the_measured_kernels() -> None:
     assert pool_bytes_per_token(RESULTS, "Llama-3.1-8B") == 32 * 2 * 8 * 128 * 2
     with pytest.raises(PointsError, match="no kernels of Mistral, page size 1"):
         codecs_of(RESULTS, "Mistral")
+
+
+def test_the_host_s_time_is_that_of_a_payload_of_the_slot_where_it_was_measured() -> None:
+    def host(slot_mib: int, payloads: list[dict[str, object]]) -> float:
+        entries = [
+            entry | {"payloads": payloads if entry["profile"] == "int8" else []}
+            for entry in RESULTS["kernels"]["kernels"]
+        ]
+        document = {"kernels": {"kernels": entries}}
+        return codecs_of(document, "Llama-3.1-8B", slot_mib=slot_mib)["int8"].pack_host_seconds
+
+    measured = [{"slot_mib": 16, "pack": {"host_seconds": 1.5e-4}, "unpack": {"host_seconds": 1e-4}}]
+    whole_chunk = host(16, [])
+    assert host(16, measured) == 1.5e-4
+    assert host(64, measured) == whole_chunk > 0
 
 
 def test_a_cost_put_into_the_points_is_found_and_predicts_other_links() -> None:
@@ -138,11 +153,12 @@ def test_forecasts_of_every_form() -> None:
 def test_what_the_goal_allows_is_what_reaches_it() -> None:
     setting = Setting(fitted=COST, chunk_tokens=8192, payload_bytes=16 * MIB, unfused=100e9)
     codec = LLAMA[GOAL_VARIANT]
-    goal = goal_of("Llama-3.1-8B", codec, CHUNK, setting, [])
+    by_slot = {mib: codecs_of(RESULTS, "Llama-3.1-8B", slot_mib=mib)[GOAL_VARIANT] for mib in SLOTS_MIB}
+    goal = goal_of("Llama-3.1-8B", by_slot, CHUNK, setting, [])
     allowed = goal.allowed_chunk_seconds[16]
     kernels = replace(codec, pack_host_seconds=0.0, unpack_host_seconds=0.0)
     bandwidth = bytes_per_second(400)
     seconds = pipelined_seconds(Transfer.in_slots(CHUNK, codec.b), bandwidth, kernels, FixedCost(allowed))
     assert seconds == pytest.approx(0.35 * CHUNK / bandwidth)
     # Larger slots mean fewer payloads that the host has to plan.
-    assert goal.ratios_with_host[64] < goal.ratios_with_host[16] < goal.ratios_with_host[4]
+    assert goal.ratios_with_host[64] < goal.ratios_with_host[16]
