@@ -2,6 +2,7 @@
 
     python benchmarks/faults.py --out build/faults                       # every case, on this machine's CPU or GPU
     python benchmarks/faults.py --out build/faults --only stop,drop,reuse,abort
+    python benchmarks/faults.py --out build/faults --model DIR -- --disable-cuda-graph
 
 Prefill and decode are real servers with SmolLM2 (or --model) and `fault_points` as a plugin; answers are compared with
 those of a plain server, which is stopped before the pair starts; they are kept for later runs in the same folder.
@@ -18,98 +19,40 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 from command_line import made
-from fault_points import DECODE_STAGES, FOLDER_VARIABLE, PREFILL_STAGES
+from fault_pair import SETTINGS, Books, FaultPair, PairSettings, appears, family, reasons
+from fault_points import DECODE_STAGES, PREFILL_STAGES
 from fault_report import Row, write
-from pairs import processes_of
-from sglang_plugin import plugin_folder
 
-from spectrumkv_sglang.launch.client import HttpError, flush_caches, generate, generate_on_pair, get
+from spectrumkv_sglang.launch.client import HttpError, flush_caches, generate, generate_on_pair
 from spectrumkv_sglang.launch.model import fetch_model
 from spectrumkv_sglang.launch.prompts import LONG_PROMPTS
-from spectrumkv_sglang.launch.servers import READY_TIMEOUT_SECONDS, Fleet, Role, ServerSpec, SGLangServer
-from spectrumkv_sglang.observability.live_metrics import LiveMetrics, parse_metrics
-from spectrumkv_sglang.observability.metric_specs import CHUNKS, LANDING_SLOTS, STAGING_SLOTS
+from spectrumkv_sglang.launch.servers import READY_TIMEOUT_SECONDS, Fleet, Role, detect_device
 
 TOKENS = 16
 STOPPED_SECONDS = 8.0
 VICTIM_TIMEOUT_SECONDS = 90.0
 SETTLE_SECONDS = 60.0
 MOST_RECOVERY_SECONDS = 120.0
-# Short enough that a run sees slots come back, long enough that a busy machine does not fail by itself.
-SETTINGS = {
-    "SPECTRUMKV_PROFILE": "native-packed",
-    "SPECTRUMKV_SLOT_BYTES": "4MiB",
-    "SPECTRUMKV_OPEN_TIMEOUT_S": "5",
-    "SPECTRUMKV_UNPACK_TIMEOUT_S": "15",
-    "SPECTRUMKV_WRITE_TIMEOUT_S": "15",
-    "SPECTRUMKV_LEASE_S": "30",
-    "SPECTRUMKV_QUARANTINE_S": "10",
-    "MC_TRANSFER_TIMEOUT": "10",
-    "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "60",
-    "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "60",
-}
-
-
-@dataclass
-class Books:
-    """What a server holds: compared before and after a case."""
-
-    counts: dict[str, float]
-
-    @classmethod
-    def of(cls, server: SGLangServer) -> Books:
-        threads = descriptors = 0
-        for process in processes_of([server]):
-            threads += process.num_threads()
-            descriptors += process.num_fds()
-        live = metrics_of(server)
-        slots = {
-            f"slots {state}": sum(live.total(kind, state=state) for kind in (LANDING_SLOTS, STAGING_SLOTS))
-            for state in ("in_use", "quarantined")
-        }
-        return cls({"threads": threads, "descriptors": descriptors, **slots})
-
-    def more_than(self, before: Books) -> dict[str, float]:
-        # SGLang, Mooncake and the HTTP server keep a few threads and connections for each peer they have met.
-        allowed = {"threads": 8, "descriptors": 24}
-        return {
-            name: count - before.counts[name]
-            for name, count in self.counts.items()
-            if count - before.counts[name] > allowed.get(name, 0)
-        }
-
-
-def metrics_of(server: SGLangServer) -> LiveMetrics:
-    """What the server counts at this moment."""
-    return parse_metrics(server.url, get(f"{server.url}/metrics", namespace=server.namespace).decode())
-
-
-def reasons(server: SGLangServer) -> dict[str, int]:
-    """Chunks that prefill has sent, by reason."""
-    return {reason: int(count) for (reason,), count in metrics_of(server).by_label(CHUNKS, "reason").items()}
 
 
 class FaultBench:
     """A pair whose servers can be made to fail, and the right answers to its prompts."""
 
-    def __init__(self, model: Path, out: Path, fleet: Fleet, ready_seconds: float) -> None:
-        self.model, self.out, self.fleet, self.ready_seconds = model, out, fleet, ready_seconds
-        self.plugin = plugin_folder(out / "plugins", Path(__file__).parent / "fault_points.py")
+    def __init__(self, settings: PairSettings, fleet: Fleet, ready_seconds: float) -> None:
+        self.out, self.fleet, self.ready_seconds = settings.out, fleet, ready_seconds
         self.prompts = [prompt.text for prompt in LONG_PROMPTS] * 2
         self.prompts = [f"{number}. {text}" for number, text in enumerate(self.prompts)]
-        self._started = 0
-        self.servers: dict[Role, SGLangServer] = {}
-        self.right = self._right_answers(out / "plain_answers.json")
+        self.pair = FaultPair(settings, fleet)
+        self.servers = self.pair.servers
+        self.right = self._right_answers(self.out / "plain_answers.json")
         for role in (Role.PREFILL, Role.DECODE):
-            self.servers[role] = self._start(role)
+            self.pair.start(role)
         fleet.wait_ready(list(self.servers.values()), timeout_seconds=ready_seconds)
         for number in range(2):  # connections are made before anything is counted
             self.ask(number)
@@ -120,26 +63,12 @@ class FaultBench:
             answers = json.loads(kept.read_text(encoding="utf-8"))
             if len(answers) == len(self.prompts):
                 return [tuple(answer) for answer in answers]
-        plain = self._start(Role.PLAIN)
+        plain = self.pair.start(Role.PLAIN)
         self.fleet.wait_ready([plain], timeout_seconds=self.ready_seconds)
         right = [generate(plain, text, max_new_tokens=TOKENS).output_ids for text in self.prompts]
         self.fleet.stop([plain])
         kept.write_text(json.dumps(right), encoding="utf-8")
         return right
-
-    def _start(self, role: Role) -> SGLangServer:
-        self._started += 1
-        folder = made(self.out / role.value)
-        env = {**SETTINGS, FOLDER_VARIABLE: str(folder), "BENCHMARK_FAULT_ROLE": role.value}
-        spec = ServerSpec(
-            role=role,
-            model=self.model,
-            backend="spectrumkv_tcp",
-            env={} if role is Role.PLAIN else env,
-            extra_args=("--enable-metrics", "--log-level", "debug"),
-            python_paths=() if role is Role.PLAIN else (self.plugin,),
-        )
-        return self.fleet.start(SGLangServer(spec, f"{role.value}-{self._started}", log_dir=self.out))
 
     # ---- requests ------------------------------------------------------------------------------------------------
 
@@ -168,17 +97,6 @@ class FaultBench:
         return float("inf")
 
     # ---- cases ---------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def armed(self, role: Role, stage: str, action: str) -> Iterator[Path]:
-        """Yields the file that is there once the fault has happened."""
-        folder = self.out / role.value
-        (folder / "fired").unlink(missing_ok=True)
-        (folder / "arm").write_text(f"{stage}\n{action}", encoding="utf-8")
-        try:
-            yield folder / "fired"
-        finally:
-            (folder / "arm").unlink(missing_ok=True)
 
     def case(
         self, fault: str, stage: str, act: Callable[[], tuple[str, float, float]], lost: Role | None = None
@@ -219,12 +137,12 @@ class FaultBench:
         """SIGSTOP at ``stage``, SIGCONT after a while."""
 
         def act() -> tuple[str, float, float]:
-            with self.armed(role, stage, "stop") as fired, ThreadPoolExecutor(1) as pool:
+            with self.pair.armed(role, stage, "stop") as fired, ThreadPoolExecutor(1) as pool:
                 asked = pool.submit(self.ask, 3)
-                if not _appears(fired):
+                if not appears(fired, VICTIM_TIMEOUT_SECONDS):
                     return f"the stage was not reached ({asked.result()})", 0.0, 0.0
                 time.sleep(STOPPED_SECONDS)
-                for process in processes_of([self.servers[role]]):
+                for process in family(self.servers[role]):
                     process.send_signal(signal.SIGCONT)
                 recovery = self.until_right(0)
                 return asked.result(), recovery, 0.0
@@ -235,13 +153,13 @@ class FaultBench:
         """SIGKILL of the scheduler at ``stage``; the server is started again."""
 
         def act() -> tuple[str, float, float]:
-            with self.armed(role, stage, "kill") as fired, ThreadPoolExecutor(1) as pool:
+            with self.pair.armed(role, stage, "kill") as fired, ThreadPoolExecutor(1) as pool:
                 asked = pool.submit(self.ask, 3)
-                if not _appears(fired):
+                if not appears(fired, VICTIM_TIMEOUT_SECONDS):
                     return f"the stage was not reached ({asked.result()})", 0.0, 0.0
                 started = time.monotonic()
                 self.fleet.stop([self.servers[role]])
-                self.servers[role] = self._start(role)
+                self.pair.start(role)
                 self.fleet.wait_ready([self.servers[role]], timeout_seconds=self.ready_seconds)
                 restart = time.monotonic() - started
                 self.until_right(0)
@@ -253,7 +171,7 @@ class FaultBench:
         """One control message is lost."""
 
         def act() -> tuple[str, float, float]:
-            with self.armed(role, stage, "drop") as fired:
+            with self.pair.armed(role, stage, "drop") as fired:
                 started = time.monotonic()
                 victim = self.ask(3)
                 if not fired.exists():
@@ -283,13 +201,6 @@ class FaultBench:
         return self.case("client gone", "during the transfer", act)
 
 
-def _appears(path: Path) -> bool:
-    deadline = time.monotonic() + VICTIM_TIMEOUT_SECONDS
-    while not path.exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return path.exists()
-
-
 def logs_hold_a_prompt(out: Path, prompts: list[str]) -> list[str]:
     """Lines of our modules in the servers' logs that hold a piece of a prompt."""
     pieces = {text[start : start + 24] for text in prompts for start in range(0, len(text) - 24, 24)}
@@ -309,6 +220,7 @@ def main() -> int:
     parser.add_argument("--only", default="drop,reuse,abort,stop,kill", help="kinds of faults, with commas")
     parser.add_argument("--minutes", type=float, default=600, help="no new case begins after this many")
     parser.add_argument("--ready-seconds", type=float, default=READY_TIMEOUT_SECONDS, help="for a server's start")
+    parser.add_argument("flags", nargs="*", help="further SGLang flags for all servers, after --")
     options = parser.parse_args()
     out, kinds, started = made(options.out), options.only.split(","), time.monotonic()
     model = options.model or fetch_model(Path("build/models"))
@@ -316,7 +228,9 @@ def main() -> int:
     machine = {"cpu cores": str(os.cpu_count()), "memory GB": f"{psutil.virtual_memory().total / 1e9:.0f}"}
     machine |= {"system": platform.platform(), "load at start": f"{os.getloadavg()[0]:.1f}"}
     with Fleet() as fleet:
-        bench = FaultBench(model, out, fleet, options.ready_seconds)
+        flags = ("--log-level", "debug", *options.flags)
+        settings = PairSettings(model, out, out, detect_device(), SETTINGS, flags)
+        bench = FaultBench(settings, fleet, options.ready_seconds)
         cases: dict[str, list[Callable[[], Row]]] = {
             "drop": [
                 *(lambda stage=stage: bench.drop(Role.PREFILL, stage) for stage in ("before OPEN", "before COMMIT")),
