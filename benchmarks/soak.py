@@ -20,7 +20,6 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -30,16 +29,16 @@ import psutil
 from command_line import made
 from fault_pair import SETTINGS, FaultPair, PairSettings
 from soak_account import Account
-from soak_client import Reply, ask_pair, ask_plain
+from soak_client import Reply, ask_pair
 from soak_faults import SoakFaults, Weights
-from soak_judging import Expected, Limits, first_difference
+from soak_judging import Expected, Limits
 from soak_load import Load
-from soak_prompts import SoakPrompt, soak_prompts
+from soak_plain import asked_plain, expected_of
+from soak_prompts import soak_prompts
 from soak_report import Soak
 from soak_watch import Quiet, Watch
 from soak_windows import Windows
 
-from spectrumkv_sglang.errors import SpectrumKVError
 from spectrumkv_sglang.launch.model import fetch_model
 from spectrumkv_sglang.launch.netns import linked_hosts
 from spectrumkv_sglang.launch.processes import ProcessError, stopping_on_signals
@@ -49,41 +48,6 @@ from spectrumkv_sglang.launch.sglang_versions import installed_version
 LOSSLESS = "native-packed"
 _SECONDS_FOR_THE_END = 40.0
 _SECONDS_FOR_A_KILL = 150.0
-
-
-class SoakError(SpectrumKVError):
-    """The run cannot begin."""
-
-
-def asked_plain(server: SGLangServer, prompts: Sequence[SoakPrompt], clients: int) -> tuple[list[list[Expected]], str]:
-    """Each prompt alone, then all by ``clients`` at once, with prefix hits; how the two differ, in words."""
-    alone = [_expected(ask_plain(server, one.text, one.new_tokens)) for one in prompts]
-    with ThreadPoolExecutor(clients) as pool:
-        together = [
-            _expected(reply) for reply in pool.map(lambda one: ask_plain(server, one.text, one.new_tokens), prompts)
-        ]
-    differ = [
-        (a, first_difference(b.tokens, a.tokens)) for a, b in zip(alone, together, strict=True) if a.tokens != b.tokens
-    ]
-    shifts = [
-        abs(one - other)
-        for a, b in zip(alone, together, strict=True)
-        if a.tokens == b.tokens
-        for one, other in zip(a.logprobs, b.logprobs, strict=True)
-    ]
-    gap = max((a.gaps[position] for a, position in differ), default=0.0)
-    noise = (
-        f"the plain server under load gave {len(differ)} of {len(prompts)} answers otherwise than alone "
-        f"(first choice at most {gap:.1e} above the second there) and shifted log-probabilities by at most "
-        f"{max(shifts, default=0.0):.1e}"
-    )
-    return [[a] if a.tokens == b.tokens else [a, b] for a, b in zip(alone, together, strict=True)], noise
-
-
-def _expected(reply: Reply) -> Expected:
-    if reply.error:
-        raise SoakError(f"a server without faults did not answer: {reply.error}; see its log")
-    return Expected(reply.tokens, reply.logprobs, reply.seconds_best, reply.gaps)
 
 
 class SoakBench:
@@ -160,10 +124,10 @@ class SoakBench:
 
         if self.options.profile != LOSSLESS:
             for number, answers in enumerate(expected):
-                answers.append(_expected(ask(number)))
+                answers.append(expected_of(ask(number)))
         with ThreadPoolExecutor(4 * self.options.concurrency) as pool:
             for reply in pool.map(ask, range(4 * self.options.concurrency)):
-                _expected(reply)
+                expected_of(reply)
 
     # ---- the load ------------------------------------------------------------------------------------------------
 
