@@ -19,18 +19,23 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
 from command_line import made
 from fault_pair import SETTINGS, Books, FaultPair, PairSettings, appears, family, reasons
 from fault_points import DECODE_STAGES, PREFILL_STAGES
-from fault_report import Row, write
+from fault_report import NOT_REACHED, Row, write
 
+from spectrumkv_sglang.errors import SpectrumKVError
 from spectrumkv_sglang.launch.client import HttpError, flush_caches, generate, generate_on_pair
 from spectrumkv_sglang.launch.model import fetch_model
+from spectrumkv_sglang.launch.netns import linked_hosts
+from spectrumkv_sglang.launch.processes import stopping_on_signals
 from spectrumkv_sglang.launch.prompts import LONG_PROMPTS
 from spectrumkv_sglang.launch.servers import READY_TIMEOUT_SECONDS, Fleet, Role, detect_device
 
@@ -39,6 +44,9 @@ STOPPED_SECONDS = 8.0
 VICTIM_TIMEOUT_SECONDS = 90.0
 SETTLE_SECONDS = 60.0
 MOST_RECOVERY_SECONDS = 120.0
+LINK_DOWN_SECONDS = 5.0
+AT_ONCE = 6
+KINDS = "drop,twice,reuse,abort,stop,pool,pages,kill"
 
 
 class FaultBench:
@@ -140,7 +148,7 @@ class FaultBench:
             with self.pair.armed(role, stage, "stop") as fired, ThreadPoolExecutor(1) as pool:
                 asked = pool.submit(self.ask, 3)
                 if not appears(fired, VICTIM_TIMEOUT_SECONDS):
-                    return f"the stage was not reached ({asked.result()})", 0.0, 0.0
+                    return f"{NOT_REACHED} ({asked.result()})", 0.0, 0.0
                 time.sleep(STOPPED_SECONDS)
                 for process in family(self.servers[role]):
                     process.send_signal(signal.SIGCONT)
@@ -156,29 +164,70 @@ class FaultBench:
             with self.pair.armed(role, stage, "kill") as fired, ThreadPoolExecutor(1) as pool:
                 asked = pool.submit(self.ask, 3)
                 if not appears(fired, VICTIM_TIMEOUT_SECONDS):
-                    return f"the stage was not reached ({asked.result()})", 0.0, 0.0
+                    return f"{NOT_REACHED} ({asked.result()})", 0.0, 0.0
                 started = time.monotonic()
                 self.fleet.stop([self.servers[role]])
                 self.pair.start(role)
                 self.fleet.wait_ready([self.servers[role]], timeout_seconds=self.ready_seconds)
                 restart = time.monotonic() - started
-                self.until_right(0)
-                return asked.result(), time.monotonic() - started, restart
+                recovery = restart + self.until_right(0)
+                return asked.result(), recovery, restart
 
         return self.case(f"{role.value} killed", stage, act, lost=role)
 
-    def drop(self, role: Role, stage: str) -> Row:
-        """One control message is lost."""
+    def message(self, role: Role, stage: str, action: str) -> Row:
+        """One control message is lost ("drop") or comes twice."""
 
         def act() -> tuple[str, float, float]:
-            with self.pair.armed(role, stage, "drop") as fired:
+            with self.pair.armed(role, stage, action) as fired:
                 started = time.monotonic()
                 victim = self.ask(3)
                 if not fired.exists():
-                    victim = f"the stage was not reached ({victim})"
+                    victim = f"{NOT_REACHED} ({victim})"
                 return victim, time.monotonic() - started, 0.0
 
-        return self.case("control message lost", stage, act)
+        return self.case("control message " + {"drop": "lost", "twice": "twice"}[action], stage, act)
+
+    def cut(self, role: Role, stage: str) -> Row:
+        """The link loses everything from ``stage`` on, for 5 s: the scheduler stops there until it is cut."""
+        link = self.pair.settings.link
+        if link is None:
+            raise SpectrumKVError("the case link needs --link-faults, which needs root")
+
+        def act() -> tuple[str, float, float]:
+            with self.pair.armed(role, stage, "stop") as fired, ThreadPoolExecutor(1) as pool:
+                asked = pool.submit(self.ask, 3)
+                if not appears(fired, VICTIM_TIMEOUT_SECONDS):
+                    return f"{NOT_REACHED} ({asked.result()})", 0.0, 0.0
+                with link.cut():
+                    for process in family(self.servers[role]):
+                        process.send_signal(signal.SIGCONT)
+                    time.sleep(LINK_DOWN_SECONDS)
+                recovery = self.until_right(0)
+                return asked.result(), recovery, 0.0
+
+        return self.case(f"link down {LINK_DOWN_SECONDS:g} s", f"{role.value} {stage}", act)
+
+    def other_decode(self, fault: str, stage: str, env: dict[str, str], flags: tuple[str, ...]) -> Row:
+        """Some requests at once to a decode server with other settings; then the usual one takes its place."""
+
+        def restarted(env: dict[str, str], flags: tuple[str, ...]) -> None:
+            self.fleet.stop([self.servers[Role.DECODE]])
+            decode = self.pair.start(Role.DECODE, env=env, flags=flags)
+            self.fleet.wait_ready([decode], timeout_seconds=self.ready_seconds)
+
+        def act() -> tuple[str, float, float]:
+            restarted(env, flags)
+            with ThreadPoolExecutor(AT_ONCE) as pool:
+                results = list(pool.map(lambda number: self.ask(number % len(self.prompts)), range(AT_ONCE)))
+            started = time.monotonic()
+            restarted({}, ())
+            restart = time.monotonic() - started
+            recovery = restart + self.until_right(0)
+            told = ", ".join(f"{count} {name}" for name, count in sorted(Counter(results).items()))
+            return told, recovery, restart
+
+        return self.case(fault, stage, act, lost=Role.DECODE)
 
     def reuse(self) -> Row:
         """The same room id for two requests, one after the other."""
@@ -217,25 +266,47 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="directory of the model; SmolLM2 by default")
     parser.add_argument("--out", type=Path, required=True, help="folder for logs and results")
-    parser.add_argument("--only", default="drop,reuse,abort,stop,kill", help="kinds of faults, with commas")
+    parser.add_argument("--only", help=f"kinds of faults, with commas; {KINDS} by default, and link")
+    parser.add_argument("--link-faults", action="store_true", help="two network namespaces whose link fails; as root")
     parser.add_argument("--minutes", type=float, default=600, help="no new case begins after this many")
     parser.add_argument("--ready-seconds", type=float, default=READY_TIMEOUT_SECONDS, help="for a server's start")
     parser.add_argument("flags", nargs="*", help="further SGLang flags for all servers, after --")
     options = parser.parse_args()
-    out, kinds, started = made(options.out), options.only.split(","), time.monotonic()
+    out, started = made(options.out), time.monotonic()
+    kinds = (options.only or KINDS + (",link" if options.link_faults else "")).split(",")
     model = options.model or fetch_model(Path("build/models"))
     rows: list[Row] = []
+    table = "no case ran"
     machine = {"cpu cores": str(os.cpu_count()), "memory GB": f"{psutil.virtual_memory().total / 1e9:.0f}"}
     machine |= {"system": platform.platform(), "load at start": f"{os.getloadavg()[0]:.1f}"}
-    with Fleet() as fleet:
+    with stopping_on_signals(), ExitStack() as stack:
+        link = stack.enter_context(linked_hosts()) if options.link_faults else None
+        fleet = stack.enter_context(Fleet())
         flags = ("--log-level", "debug", *options.flags)
-        settings = PairSettings(model, out, out, detect_device(), SETTINGS, flags)
+        settings = PairSettings(model, out, out, detect_device(), SETTINGS, flags, link)
         bench = FaultBench(settings, fleet, options.ready_seconds)
         cases: dict[str, list[Callable[[], Row]]] = {
             "drop": [
-                *(lambda stage=stage: bench.drop(Role.PREFILL, stage) for stage in ("before OPEN", "before COMMIT")),
-                *(lambda stage=stage: bench.drop(Role.DECODE, stage) for stage in ("before GRANT", "before DONE")),
+                *(lambda at=at: bench.message(Role.PREFILL, at, "drop") for at in ("before OPEN", "before COMMIT")),
+                *(lambda at=at: bench.message(Role.DECODE, at, "drop") for at in ("before GRANT", "before DONE")),
             ],
+            "twice": [
+                *(lambda at=at: bench.message(Role.PREFILL, at, "twice") for at in ("before OPEN", "before COMMIT")),
+                lambda: bench.message(Role.DECODE, "before DONE", "twice"),
+            ],
+            "link": [
+                *(lambda at=at: bench.cut(Role.PREFILL, at) for at in ("before OPEN", "mid write", "before COMMIT")),
+                lambda: bench.cut(Role.DECODE, "mid unpack"),
+            ],
+            "pool": [
+                lambda: bench.other_decode(
+                    "landing pool exhausted",
+                    f"1 slot, {AT_ONCE} requests at once",
+                    {"SPECTRUMKV_LANDING_SLOTS": "1", "SPECTRUMKV_SLOT_WAIT_S": "0"},
+                    (),
+                )
+            ],
+            "pages": [lambda: bench.other_decode("decode with pages of 16 tokens", "", {}, ("--page-size", "16"))],
             "reuse": [bench.reuse],
             "abort": [bench.abort],
             "stop": [
