@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from fault_pair import Books, FaultPair, PairSettings, appears, family, reasons
+from fault_pair import Books, FaultPair, PairSettings, appears, family, metrics_of, reasons
 from fault_report import NOT_REACHED, Row
 
 from spectrumkv_sglang.errors import SpectrumKVError
@@ -91,7 +91,7 @@ class FaultBench:
         flush_caches(self.servers.values())
         survivors = [server for role, server in self.servers.items() if role is not lost]
         before = {server.name: Books.of(server) for server in survivors}
-        counted = reasons(self.servers[Role.PREFILL])
+        counted = reasons(metrics_of(self.servers[Role.PREFILL]))
         victim, recovery, restart = act()
         others = [self.ask(number) for number in range(3)]
         leaked: dict[str, float] = {}
@@ -109,7 +109,7 @@ class FaultBench:
             flush_caches(self.servers.values())  # refused while a request or a page is held
         except HttpError as error:
             leaked["pages or requests: " + str(error)[-80:]] = 1
-        after = reasons(self.servers[Role.PREFILL])
+        after = reasons(metrics_of(self.servers[Role.PREFILL]))
         fresh = lost is Role.PREFILL
         gained = {name: n - (0 if fresh else counted.get(name, 0)) for name, n in after.items()}
         row = Row(

@@ -90,14 +90,14 @@ def metrics_of(server: SGLangServer) -> LiveMetrics:
     return parse_metrics(server.url, get(f"{server.url}/metrics", namespace=server.namespace).decode())
 
 
-def reasons(server: SGLangServer) -> dict[str, int]:
+def reasons(prefill: LiveMetrics) -> dict[str, int]:
     """Chunks that prefill has sent, by reason."""
-    return {reason: int(count) for (reason,), count in metrics_of(server).by_label(CHUNKS, "reason").items()}
+    return {reason: int(count) for (reason,), count in prefill.by_label(CHUNKS, "reason").items()}
 
 
-def failures(server: SGLangServer) -> dict[str, int]:
+def failures(prefill: LiveMetrics) -> dict[str, int]:
     """Tiered chunks that failed, by cause."""
-    return {cause: int(count) for (cause,), count in metrics_of(server).by_label(FAILURES, "cause").items()}
+    return {cause: int(count) for (cause,), count in prefill.by_label(FAILURES, "cause").items()}
 
 
 def appears(path: Path, timeout_seconds: float) -> bool:

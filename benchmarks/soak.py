@@ -151,7 +151,8 @@ class SoakBench:
         )  # fmt: skip
         drawn = random.Random(f"{options.seed} times")
         kills = [(number + drawn.uniform(0.2, 0.8)) / options.kills for number in range(options.kills)]
-        victims = [Role.DECODE, Role.PREFILL] * options.kills
+        others = [role for role in (Role.PREFILL, Role.DECODE) if role.value != options.first_killed]
+        victims = [Role(options.first_killed), *others] * options.kills
         checks = 1
         over = threading.Event()
         teller = threading.Thread(target=self._tell, args=(over,), name="teller", daemon=True)
@@ -228,9 +229,13 @@ def main() -> int:
     parser.add_argument("--profile", default=LOSSLESS, help="of prefill; others than native-packed are judged by share")
     parser.add_argument("--budget", type=float, help="b, wire bytes / native bytes; the profile's own by default")
     parser.add_argument(
-        "--landing-slots", type=int, default=6, help="decode's slots of 4 MiB, few so that they run out"
+        "--landing-slots", type=int, default=4, help="decode's slots of 4 MiB, few so that they run out"
     )
-    parser.add_argument("--kills", type=int, default=2, help="SIGKILLs, of decode and prefill in turn, each a restart")
+    parser.add_argument(
+        "--slot-wait", type=float, default=0.05, help="seconds until a transfer goes native for want of one"
+    )
+    parser.add_argument("--kills", type=int, default=2, help="SIGKILLs, of prefill and decode in turn, each a restart")
+    parser.add_argument("--first-killed", choices=("prefill", "decode"), default="decode")
     parser.add_argument("--link-faults", action="store_true", help="two network namespaces whose link fails; as root")
     parser.add_argument("--gap", type=float, default=4.0, help="seconds between faults, on average about 1.25 times it")
     parser.add_argument("--leave-share", type=float, default=0.02, help="share of requests whose client goes away")
@@ -249,7 +254,7 @@ def main() -> int:
     out = made(options.out)
     logs = made(options.logs or out / "logs")
     env = SETTINGS | {"SPECTRUMKV_PROFILE": options.profile, "SPECTRUMKV_LANDING_SLOTS": str(options.landing_slots)}
-    env |= {"SPECTRUMKV_REQUIRE_PROBE": "false"}
+    env |= {"SPECTRUMKV_REQUIRE_PROBE": "false", "SPECTRUMKV_SLOT_WAIT_S": str(options.slot_wait)}
     if options.budget is not None:
         env["SPECTRUMKV_BUDGET"] = str(options.budget)
     model = options.model or fetch_model(Path("build/models"))

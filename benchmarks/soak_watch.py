@@ -8,12 +8,12 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 import psutil
-from fault_pair import Books, FaultPair, failures, family, reasons
+from fault_pair import Books, FaultPair, failures, family, metrics_of, reasons
 from soak_load import Load
 from soak_windows import Growth, growth_of
 
 from spectrumkv_sglang.launch.client import HttpError, flush_cache
-from spectrumkv_sglang.launch.servers import Role, SGLangServer
+from spectrumkv_sglang.launch.servers import Role
 from spectrumkv_sglang.observability.live_metrics import LiveServerError
 
 SETTLE_SECONDS = 60.0
@@ -137,13 +137,12 @@ class Watch:
     def _look(self) -> None:
         for role, server in list(self.pair.servers.items()):
             try:
+                # A server that does not answer yet still grows into its memory, which is no leak.
+                live = metrics_of(server)
                 size = sum(process.memory_info().rss for process in family(server))
-                self._count(role, server)
             except (psutil.Error, HttpError, LiveServerError):
-                continue  # it is being stopped, or starts, or is stopped by a signal
+                continue  # it is being stopped, or starts
             self.memory[server.name].append((time.monotonic() - self._began, float(size)))
-
-    def _count(self, role: Role, server: SGLangServer) -> None:
-        if role is Role.PREFILL:
-            self.chunks[server.name] = reasons(server)
-            self.failed[server.name] = failures(server)
+            if role is Role.PREFILL:
+                self.chunks[server.name] = reasons(live)
+                self.failed[server.name] = failures(live)
