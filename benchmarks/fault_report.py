@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+NOT_REACHED = "the stage was not reached"
 
 
 @dataclass(frozen=True)
@@ -36,8 +39,9 @@ class Row:
 
     @property
     def passed(self) -> bool:
-        """Nobody else got a wrong answer, the victim none that is wrong, and nothing leaked."""
-        return self.others_right == self.others and self.victim != "wrong" and not self.leaked
+        """The fault happened, nobody got a wrong answer, others got theirs, nothing leaked, and all was well again."""
+        harmless = "wrong" not in self.victim and self.others_right == self.others and not self.leaked
+        return harmless and NOT_REACHED not in self.victim and math.isfinite(self.recovery_seconds)
 
 
 def write(rows: Sequence[Row], folder: Path, machine: dict[str, str]) -> str:

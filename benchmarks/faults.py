@@ -2,6 +2,7 @@
 
     python benchmarks/faults.py --out build/faults                       # every case, on this machine's CPU or GPU
     python benchmarks/faults.py --out build/faults --only stop,drop,reuse,abort
+    python benchmarks/faults.py --out build/faults --model DIR -- --disable-cuda-graph
 
 Prefill and decode are real servers with SmolLM2 (or --model) and `fault_points` as a plugin; answers are compared with
 those of a plain server, which is stopped before the pair starts; they are kept for later runs in the same folder.
@@ -11,283 +12,28 @@ A killed server is started again.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
-import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
 from command_line import made
-from fault_points import DECODE_STAGES, FOLDER_VARIABLE, PREFILL_STAGES
+from fault_cases import AT_ONCE, FaultBench
+from fault_pair import SETTINGS, PairSettings
+from fault_points import DECODE_STAGES, PREFILL_STAGES
 from fault_report import Row, write
-from pairs import processes_of
-from sglang_plugin import plugin_folder
 
-from spectrumkv_sglang.launch.client import HttpError, flush_caches, generate, generate_on_pair, get
 from spectrumkv_sglang.launch.model import fetch_model
-from spectrumkv_sglang.launch.prompts import LONG_PROMPTS
-from spectrumkv_sglang.launch.servers import READY_TIMEOUT_SECONDS, Fleet, Role, ServerSpec, SGLangServer
-from spectrumkv_sglang.observability.live_metrics import LiveMetrics, parse_metrics
-from spectrumkv_sglang.observability.metric_specs import CHUNKS, LANDING_SLOTS, STAGING_SLOTS
+from spectrumkv_sglang.launch.netns import linked_hosts
+from spectrumkv_sglang.launch.processes import stopping_on_signals
+from spectrumkv_sglang.launch.servers import READY_TIMEOUT_SECONDS, Fleet, Role, detect_device
 
-TOKENS = 16
-STOPPED_SECONDS = 8.0
-VICTIM_TIMEOUT_SECONDS = 90.0
-SETTLE_SECONDS = 60.0
-MOST_RECOVERY_SECONDS = 120.0
-# Short enough that a run sees slots come back, long enough that a busy machine does not fail by itself.
-SETTINGS = {
-    "SPECTRUMKV_PROFILE": "native-packed",
-    "SPECTRUMKV_SLOT_BYTES": "4MiB",
-    "SPECTRUMKV_OPEN_TIMEOUT_S": "5",
-    "SPECTRUMKV_UNPACK_TIMEOUT_S": "15",
-    "SPECTRUMKV_WRITE_TIMEOUT_S": "15",
-    "SPECTRUMKV_LEASE_S": "30",
-    "SPECTRUMKV_QUARANTINE_S": "10",
-    "MC_TRANSFER_TIMEOUT": "10",
-    "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "60",
-    "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "60",
-}
-
-
-@dataclass
-class Books:
-    """What a server holds: compared before and after a case."""
-
-    counts: dict[str, float]
-
-    @classmethod
-    def of(cls, server: SGLangServer) -> Books:
-        threads = descriptors = 0
-        for process in processes_of([server]):
-            threads += process.num_threads()
-            descriptors += process.num_fds()
-        live = metrics_of(server)
-        slots = {
-            f"slots {state}": sum(live.total(kind, state=state) for kind in (LANDING_SLOTS, STAGING_SLOTS))
-            for state in ("in_use", "quarantined")
-        }
-        return cls({"threads": threads, "descriptors": descriptors, **slots})
-
-    def more_than(self, before: Books) -> dict[str, float]:
-        # SGLang, Mooncake and the HTTP server keep a few threads and connections for each peer they have met.
-        allowed = {"threads": 8, "descriptors": 24}
-        return {
-            name: count - before.counts[name]
-            for name, count in self.counts.items()
-            if count - before.counts[name] > allowed.get(name, 0)
-        }
-
-
-def metrics_of(server: SGLangServer) -> LiveMetrics:
-    """What the server counts at this moment."""
-    return parse_metrics(server.url, get(f"{server.url}/metrics", namespace=server.namespace).decode())
-
-
-def reasons(server: SGLangServer) -> dict[str, int]:
-    """Chunks that prefill has sent, by reason."""
-    return {reason: int(count) for (reason,), count in metrics_of(server).by_label(CHUNKS, "reason").items()}
-
-
-class FaultBench:
-    """A pair whose servers can be made to fail, and the right answers to its prompts."""
-
-    def __init__(self, model: Path, out: Path, fleet: Fleet, ready_seconds: float) -> None:
-        self.model, self.out, self.fleet, self.ready_seconds = model, out, fleet, ready_seconds
-        self.plugin = plugin_folder(out / "plugins", Path(__file__).parent / "fault_points.py")
-        self.prompts = [prompt.text for prompt in LONG_PROMPTS] * 2
-        self.prompts = [f"{number}. {text}" for number, text in enumerate(self.prompts)]
-        self._started = 0
-        self.servers: dict[Role, SGLangServer] = {}
-        self.right = self._right_answers(out / "plain_answers.json")
-        for role in (Role.PREFILL, Role.DECODE):
-            self.servers[role] = self._start(role)
-        fleet.wait_ready(list(self.servers.values()), timeout_seconds=ready_seconds)
-        for number in range(2):  # connections are made before anything is counted
-            self.ask(number)
-
-    def _right_answers(self, kept: Path) -> list[tuple[int, ...]]:
-        """What a plain server answers; asked once and kept in ``kept`` for later runs in this folder."""
-        if kept.exists():
-            answers = json.loads(kept.read_text(encoding="utf-8"))
-            if len(answers) == len(self.prompts):
-                return [tuple(answer) for answer in answers]
-        plain = self._start(Role.PLAIN)
-        self.fleet.wait_ready([plain], timeout_seconds=self.ready_seconds)
-        right = [generate(plain, text, max_new_tokens=TOKENS).output_ids for text in self.prompts]
-        self.fleet.stop([plain])
-        kept.write_text(json.dumps(right), encoding="utf-8")
-        return right
-
-    def _start(self, role: Role) -> SGLangServer:
-        self._started += 1
-        folder = made(self.out / role.value)
-        env = {**SETTINGS, FOLDER_VARIABLE: str(folder), "BENCHMARK_FAULT_ROLE": role.value}
-        spec = ServerSpec(
-            role=role,
-            model=self.model,
-            backend="spectrumkv_tcp",
-            env={} if role is Role.PLAIN else env,
-            extra_args=("--enable-metrics", "--log-level", "debug"),
-            python_paths=() if role is Role.PLAIN else (self.plugin,),
-        )
-        return self.fleet.start(SGLangServer(spec, f"{role.value}-{self._started}", log_dir=self.out))
-
-    # ---- requests ------------------------------------------------------------------------------------------------
-
-    def ask(self, number: int, *, room: int | None = None, timeout: float = VICTIM_TIMEOUT_SECONDS) -> str:
-        """ "right", "wrong", or the error, of one request."""
-        try:
-            answer = generate_on_pair(
-                self.servers[Role.PREFILL],
-                self.servers[Role.DECODE],
-                self.prompts[number],
-                max_new_tokens=TOKENS,
-                bootstrap_room=room,
-                timeout_seconds=timeout,
-            )
-        except HttpError as error:
-            return f"error {error.status}" if error.status else "no answer"
-        return "right" if answer.output_ids == self.right[number] else "wrong"
-
-    def until_right(self, number: int) -> float:
-        """Seconds until the pair gives a right answer."""
-        started = time.monotonic()
-        while time.monotonic() - started < MOST_RECOVERY_SECONDS:
-            if self.ask(number, timeout=30) == "right":
-                return time.monotonic() - started
-            time.sleep(0.5)
-        return float("inf")
-
-    # ---- cases ---------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def armed(self, role: Role, stage: str, action: str) -> Iterator[Path]:
-        """Yields the file that is there once the fault has happened."""
-        folder = self.out / role.value
-        (folder / "fired").unlink(missing_ok=True)
-        (folder / "arm").write_text(f"{stage}\n{action}", encoding="utf-8")
-        try:
-            yield folder / "fired"
-        finally:
-            (folder / "arm").unlink(missing_ok=True)
-
-    def case(
-        self, fault: str, stage: str, act: Callable[[], tuple[str, float, float]], lost: Role | None = None
-    ) -> Row:
-        """Run ``act``, which returns the victim's result, seconds of recovery and of a restart. ``lost``: who dies."""
-        flush_caches(self.servers.values())
-        survivors = [server for role, server in self.servers.items() if role is not lost]
-        before = {server.name: Books.of(server) for server in survivors}
-        counted = reasons(self.servers[Role.PREFILL])
-        victim, recovery, restart = act()
-        others = [self.ask(number) for number in range(3)]
-        leaked: dict[str, float] = {}
-        deadline = time.monotonic() + SETTLE_SECONDS
-        while time.monotonic() < deadline:
-            leaked = {
-                f"{name} of {server.spec.role.value}": n
-                for server in survivors
-                for name, n in Books.of(server).more_than(before[server.name]).items()
-            }
-            if not leaked:
-                break
-            time.sleep(1)
-        try:
-            flush_caches(self.servers.values())  # refused while a request or a page is held
-        except HttpError as error:
-            leaked["pages or requests: " + str(error)[-80:]] = 1
-        after = reasons(self.servers[Role.PREFILL])
-        fresh = lost is Role.PREFILL
-        gained = {name: n - (0 if fresh else counted.get(name, 0)) for name, n in after.items()}
-        row = Row(
-            fault, stage, victim, others.count("right"), len(others), recovery, restart, leaked,
-            {name: n for name, n in gained.items() if n},
-        )  # fmt: skip
-        print(f"{'ok  ' if row.passed else 'BAD '} {row}", flush=True)
-        return row
-
-    def stop(self, role: Role, stage: str) -> Row:
-        """SIGSTOP at ``stage``, SIGCONT after a while."""
-
-        def act() -> tuple[str, float, float]:
-            with self.armed(role, stage, "stop") as fired, ThreadPoolExecutor(1) as pool:
-                asked = pool.submit(self.ask, 3)
-                if not _appears(fired):
-                    return f"the stage was not reached ({asked.result()})", 0.0, 0.0
-                time.sleep(STOPPED_SECONDS)
-                for process in processes_of([self.servers[role]]):
-                    process.send_signal(signal.SIGCONT)
-                recovery = self.until_right(0)
-                return asked.result(), recovery, 0.0
-
-        return self.case(f"{role.value} stopped {STOPPED_SECONDS:g} s", stage, act)
-
-    def kill(self, role: Role, stage: str) -> Row:
-        """SIGKILL of the scheduler at ``stage``; the server is started again."""
-
-        def act() -> tuple[str, float, float]:
-            with self.armed(role, stage, "kill") as fired, ThreadPoolExecutor(1) as pool:
-                asked = pool.submit(self.ask, 3)
-                if not _appears(fired):
-                    return f"the stage was not reached ({asked.result()})", 0.0, 0.0
-                started = time.monotonic()
-                self.fleet.stop([self.servers[role]])
-                self.servers[role] = self._start(role)
-                self.fleet.wait_ready([self.servers[role]], timeout_seconds=self.ready_seconds)
-                restart = time.monotonic() - started
-                self.until_right(0)
-                return asked.result(), time.monotonic() - started, restart
-
-        return self.case(f"{role.value} killed", stage, act, lost=role)
-
-    def drop(self, role: Role, stage: str) -> Row:
-        """One control message is lost."""
-
-        def act() -> tuple[str, float, float]:
-            with self.armed(role, stage, "drop") as fired:
-                started = time.monotonic()
-                victim = self.ask(3)
-                if not fired.exists():
-                    victim = f"the stage was not reached ({victim})"
-                return victim, time.monotonic() - started, 0.0
-
-        return self.case("control message lost", stage, act)
-
-    def reuse(self) -> Row:
-        """The same room id for two requests, one after the other."""
-
-        def act() -> tuple[str, float, float]:
-            started = time.monotonic()
-            results = [self.ask(number, room=4711) for number in (3, 2)]
-            return ", ".join(results), time.monotonic() - started, 0.0
-
-        return self.case("room id used again", "after the first request", act)
-
-    def abort(self) -> Row:
-        """Clients that go away while their requests are transferred."""
-
-        def act() -> tuple[str, float, float]:
-            with ThreadPoolExecutor(3) as pool:
-                results = list(pool.map(lambda number: self.ask(number, timeout=0.05 + 0.2 * number), (1, 2, 3)))
-            return ", ".join(results), self.until_right(0), 0.0
-
-        return self.case("client gone", "during the transfer", act)
-
-
-def _appears(path: Path) -> bool:
-    deadline = time.monotonic() + VICTIM_TIMEOUT_SECONDS
-    while not path.exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return path.exists()
+KINDS = "drop,twice,reuse,abort,stop,pool,pages,kill"
 
 
 def logs_hold_a_prompt(out: Path, prompts: list[str]) -> list[str]:
@@ -306,22 +52,47 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="directory of the model; SmolLM2 by default")
     parser.add_argument("--out", type=Path, required=True, help="folder for logs and results")
-    parser.add_argument("--only", default="drop,reuse,abort,stop,kill", help="kinds of faults, with commas")
+    parser.add_argument("--only", help=f"kinds of faults, with commas; {KINDS} by default, and link")
+    parser.add_argument("--link-faults", action="store_true", help="two network namespaces whose link fails; as root")
     parser.add_argument("--minutes", type=float, default=600, help="no new case begins after this many")
     parser.add_argument("--ready-seconds", type=float, default=READY_TIMEOUT_SECONDS, help="for a server's start")
+    parser.add_argument("flags", nargs="*", help="further SGLang flags for all servers, after --")
     options = parser.parse_args()
-    out, kinds, started = made(options.out), options.only.split(","), time.monotonic()
+    out, started = made(options.out), time.monotonic()
+    kinds = (options.only or KINDS + (",link" if options.link_faults else "")).split(",")
     model = options.model or fetch_model(Path("build/models"))
     rows: list[Row] = []
+    table = "no case ran"
     machine = {"cpu cores": str(os.cpu_count()), "memory GB": f"{psutil.virtual_memory().total / 1e9:.0f}"}
     machine |= {"system": platform.platform(), "load at start": f"{os.getloadavg()[0]:.1f}"}
-    with Fleet() as fleet:
-        bench = FaultBench(model, out, fleet, options.ready_seconds)
+    with stopping_on_signals(), ExitStack() as stack:
+        link = stack.enter_context(linked_hosts()) if options.link_faults else None
+        fleet = stack.enter_context(Fleet())
+        flags = ("--log-level", "debug", *options.flags)
+        settings = PairSettings(model, out, out, detect_device(), SETTINGS, flags, link)
+        bench = FaultBench(settings, fleet, options.ready_seconds)
         cases: dict[str, list[Callable[[], Row]]] = {
             "drop": [
-                *(lambda stage=stage: bench.drop(Role.PREFILL, stage) for stage in ("before OPEN", "before COMMIT")),
-                *(lambda stage=stage: bench.drop(Role.DECODE, stage) for stage in ("before GRANT", "before DONE")),
+                *(lambda at=at: bench.message(Role.PREFILL, at, "drop") for at in ("before OPEN", "before COMMIT")),
+                *(lambda at=at: bench.message(Role.DECODE, at, "drop") for at in ("before GRANT", "before DONE")),
             ],
+            "twice": [
+                *(lambda at=at: bench.message(Role.PREFILL, at, "twice") for at in ("before OPEN", "before COMMIT")),
+                lambda: bench.message(Role.DECODE, "before DONE", "twice"),
+            ],
+            "link": [
+                *(lambda at=at: bench.cut(Role.PREFILL, at) for at in ("before OPEN", "mid write", "before COMMIT")),
+                lambda: bench.cut(Role.DECODE, "mid unpack"),
+            ],
+            "pool": [
+                lambda: bench.other_decode(
+                    "landing pool exhausted",
+                    f"1 slot, {AT_ONCE} requests at once",
+                    {"SPECTRUMKV_LANDING_SLOTS": "1", "SPECTRUMKV_SLOT_WAIT_S": "0"},
+                    (),
+                )
+            ],
+            "pages": [lambda: bench.other_decode("decode with pages of 16 tokens", "", {}, ("--page-size", "16"))],
             "reuse": [bench.reuse],
             "abort": [bench.abort],
             "stop": [

@@ -161,6 +161,26 @@ class Link:
                 if rate_bits_per_second is not None:
                     _limit(route, index, rate_bits_per_second)
 
+    @contextmanager
+    def cut(self) -> Iterator[None]:
+        """Lose every packet of both directions for the length of the block, as a broken cable between switches does.
+
+        Interfaces stay up, so that each host still reaches itself. A rate limit is lifted first and not set again.
+
+        Raises:
+            NamespaceError: the kernel refuses.
+        """
+        self.set_rate(None)
+        try:
+            for host, interface in ((self.left, self.left_interface), (self.right, self.right_interface)):
+                with host.entered(), _iproute() as route:
+                    index = route.link_lookup(ifname=interface)[0]
+                    # A token bucket that holds less than the smallest frame drops each one.
+                    route.tc("add", "tbf", index=index, handle=_TBF_HANDLE, rate=1000, burst=16, latency=_TBF_LATENCY)
+            yield
+        finally:
+            self.set_rate(None)
+
     def bytes_left_to_right(self) -> int:
         """Link-layer bytes that have left the left host so far."""
         return self.left.interface_bytes(self.left_interface).sent

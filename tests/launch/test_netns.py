@@ -135,3 +135,19 @@ def test_a_links_rate_can_change_while_connections_live() -> None:
             assert seconds["free"] < seconds["slow"] / 2
         with pytest.raises(NamespaceError, match="1 Mbit/s"):
             link.set_rate(1000)
+
+
+@for_root
+def test_a_cut_link_loses_everything_until_it_is_back_and_each_host_still_reaches_itself() -> None:
+    with linked_hosts() as link:
+        accepted, caller = connected(link.right, link.right_address, link.left)
+        with accepted, caller:
+            accepted.settimeout(0.5)
+            with link.cut():
+                caller.sendall(b"lost and sent again")
+                with pytest.raises(TimeoutError):
+                    accepted.recv(1)
+                for end in connected(link.right, link.right_address, link.right):
+                    end.close()
+            accepted.settimeout(30)
+            assert accepted.recv(100) == b"lost and sent again"
