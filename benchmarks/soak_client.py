@@ -193,7 +193,10 @@ def _read(connection: http.client.HTTPConnection, new_tokens: int, clock: _Clock
     meta = [part.get("meta_info") or {} for part in chosen]
     logprobs = [float(entry[0]) for one in meta for entry in one.get("output_token_logprobs") or ()]
     seconds, gaps = [], []
-    for best in (pair for one in meta for pair in one.get("output_top_logprobs") or ()):
-        seconds.append(int(best[1][1]))
-        gaps.append(float(best[0][0]) - float(best[1][0]))
+    bests = [pair for one in meta for pair in one.get("output_top_logprobs") or ()]
+    for token, best in zip(tokens, bests, strict=False):
+        # Two tokens of equal log-probability come in any order, whichever was chosen.
+        other = next(entry for entry in best if int(entry[1]) != token)
+        seconds.append(int(other[1]))
+        gaps.append(float(best[0][0]) - float(other[0]))
     return Reply(tuple(tokens), tuple(logprobs), tuple(seconds), tuple(gaps), ttft)
