@@ -255,6 +255,7 @@ def main() -> int:
     logs = made(options.logs or out / "logs")
     env = SETTINGS | {"SPECTRUMKV_PROFILE": options.profile, "SPECTRUMKV_LANDING_SLOTS": str(options.landing_slots)}
     env |= {"SPECTRUMKV_REQUIRE_PROBE": "false", "SPECTRUMKV_SLOT_WAIT_S": str(options.slot_wait)}
+    env["SPECTRUMKV_SLOTS_PER_CHUNK"] = str(min(6, options.landing_slots))
     if options.budget is not None:
         env["SPECTRUMKV_BUDGET"] = str(options.budget)
     model = options.model or fetch_model(Path("build/models"))
