@@ -88,7 +88,11 @@ def main() -> int:
                 lambda: bench.other_decode(
                     "landing pool exhausted",
                     f"1 slot, {AT_ONCE} requests at once",
-                    {"SPECTRUMKV_LANDING_SLOTS": "1", "SPECTRUMKV_SLOT_WAIT_S": "0"},
+                    {
+                        "SPECTRUMKV_LANDING_SLOTS": "1",
+                        "SPECTRUMKV_SLOTS_PER_CHUNK": "1",
+                        "SPECTRUMKV_SLOT_WAIT_S": "0",
+                    },
                     (),
                 )
             ],

@@ -39,6 +39,7 @@ from soak_report import Soak
 from soak_watch import Quiet, Watch
 from soak_windows import Windows
 
+from spectrumkv_sglang.errors import SpectrumKVError
 from spectrumkv_sglang.launch.model import fetch_model
 from spectrumkv_sglang.launch.netns import linked_hosts
 from spectrumkv_sglang.launch.processes import ProcessError, stopping_on_signals
@@ -47,7 +48,9 @@ from spectrumkv_sglang.launch.sglang_versions import installed_version
 
 LOSSLESS = "native-packed"
 _SECONDS_FOR_THE_END = 40.0
-_SECONDS_FOR_A_KILL = 150.0
+_SECONDS_FOR_A_KILL = 100.0
+# A server that is killed late has no life left to be watched.
+_LAST_KILL = 0.75
 
 
 class SoakBench:
@@ -150,7 +153,7 @@ class SoakBench:
             self.pair, self.load, self.windows, options.seed, options.weights, options.ready_seconds
         )  # fmt: skip
         drawn = random.Random(f"{options.seed} times")
-        kills = [(number + drawn.uniform(0.2, 0.8)) / options.kills for number in range(options.kills)]
+        kills = [_LAST_KILL * (number + drawn.uniform(0.2, 0.8)) / options.kills for number in range(options.kills)]
         others = [role for role in (Role.PREFILL, Role.DECODE) if role.value != options.first_killed]
         victims = [Role(options.first_killed), *others] * options.kills
         checks = 1
@@ -255,6 +258,7 @@ def main() -> int:
     logs = made(options.logs or out / "logs")
     env = SETTINGS | {"SPECTRUMKV_PROFILE": options.profile, "SPECTRUMKV_LANDING_SLOTS": str(options.landing_slots)}
     env |= {"SPECTRUMKV_REQUIRE_PROBE": "false", "SPECTRUMKV_SLOT_WAIT_S": str(options.slot_wait)}
+    env["SPECTRUMKV_SLOTS_PER_CHUNK"] = str(min(6, options.landing_slots))
     if options.budget is not None:
         env["SPECTRUMKV_BUDGET"] = str(options.budget)
     model = options.model or fetch_model(Path("build/models"))
@@ -262,7 +266,11 @@ def main() -> int:
         link = stack.enter_context(linked_hosts()) if options.link_faults else None
         fleet = stack.enter_context(Fleet())
         settings = PairSettings(model.resolve(), out, logs, detect_device(), env, tuple(options.flags), link)
-        soak = SoakBench(options, settings, fleet).run()
+        try:
+            soak = SoakBench(options, settings, fleet).run()
+        except SpectrumKVError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
     print(soak.write(out))
     return 1 if soak.faults_found() else 0
 
