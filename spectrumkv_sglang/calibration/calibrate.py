@@ -20,6 +20,7 @@ from spectrumkv_sglang.calibration.allocation import (
 )
 from spectrumkv_sglang.calibration.candidates import PART_NAMES
 from spectrumkv_sglang.calibration.expected_cost import ExpectedCost, Granularity
+from spectrumkv_sglang.calibration.head_cost import HeadCost
 from spectrumkv_sglang.calibration.held_out import HeldOutCheck, check_held_out, contenders, held_out_work
 from spectrumkv_sglang.calibration.measurement import MeasurementPlan, measure, measurement_work
 from spectrumkv_sglang.calibration.preparation import CalibrationCommand, Prepared, prepare
@@ -94,7 +95,7 @@ def _measure(model: EvalModel, prepared: Prepared, command: CalibrationCommand, 
     prepared.candidates.check_geometry(geometry)
     require_reachable(prepared.candidates, NominalChunk(geometry, command.chunk_tokens, SINK_TOKENS), command.budget)
     plan = MeasurementPlan(
-        prepared.candidates, geometry.layers, geometry.kv_heads, command.heads and geometry.kv_heads > 1
+        prepared.candidates, geometry.layers, geometry.kv_heads, command.heads if geometry.kv_heads > 1 else None
     )
     progress.expect(measurement_work(prepared.measured, command.prefix_tokens, plan))
     progress.phase("measuring")
@@ -118,6 +119,7 @@ def _measure(model: EvalModel, prepared: Prepared, command: CalibrationCommand, 
         values=values,
         versions={package: version(package) for package in ("torch", "transformers")},
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        head_cost=command.heads or HeadCost.MEASURED,
     )
     if command.sensitivity is not None:
         replace_file(command.sensitivity, encode_sensitivity(sensitivity))

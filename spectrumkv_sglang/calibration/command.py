@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from spectrumkv_sglang.calibration.head_cost import HeadCost
+
 
 def calibrate(
     model_path: Annotated[
@@ -20,7 +22,13 @@ def calibrate(
         Path | None,
         typer.Option(metavar="FILE", help="Measurement to reuse, as for another budget; not there: saved there."),
     ] = None,
-    heads: Annotated[bool, typer.Option("--heads", help="Measure and allocate single KV heads too.")] = False,
+    heads: Annotated[
+        HeadCost | None,
+        typer.Option(
+            help="Allocate single KV heads too, by what each costs alone (measured) or by how far back it attends "
+            "(attention); default: by layers."
+        ),
+    ] = None,
     keys: Annotated[
         str | None, typer.Option(metavar="P,P...", help="Precisions for keys; default: 2 to 8 bits by channel.")
     ] = None,

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from spectrumkv_sglang.calibration.candidates import Candidates
+from spectrumkv_sglang.calibration.head_cost import HeadCost
+from spectrumkv_sglang.calibration.head_scores import head_scores
 from spectrumkv_sglang.calibration.rounding import RoundedCells, round_cells
 from spectrumkv_sglang.calibration.sensitivity import PartSensitivity
 from spectrumkv_sglang.evaluation.judging import NativeReference
@@ -27,13 +29,13 @@ class MeasurementPlan:
         candidates: precisions and transforms.
         layers: of the model.
         kv_heads: of each layer.
-        heads: whether single heads are measured too.
+        heads: whether single heads are told apart too, and by what.
     """
 
     candidates: Candidates
     layers: int
     kv_heads: int
-    heads: bool
+    heads: HeadCost | None
 
     def cells(self) -> Iterator[RoundedCells]:
         """Curves of the keys and of the values, then single layers, then single heads."""
@@ -46,7 +48,7 @@ class MeasurementPlan:
             for precision in part.coarse:
                 for layer in range(self.layers):
                     yield RoundedCells(kv, precision, part.transform, layer)
-        if self.heads:
+        if self.heads is HeadCost.MEASURED:
             for kv, part in parts:
                 for layer in range(self.layers):
                     for head in range(self.kv_heads):
@@ -80,13 +82,18 @@ def measure(
             total[place] += judge.kl(MovedKV(round_cells(prefix, cells, sink_tokens), 0))
             advance(judged_work(len(window.continuation)))
     found = dict(zip(asked, (total / len(windows)).tolist(), strict=True))
-    return _part(found, plan, 0), _part(found, plan, 1)
+    scores = None
+    if plan.heads is HeadCost.ATTENTION:
+        scores = head_scores(model, windows, prefix_tokens)
+        advance(prefix_tokens * len(windows))
+    return _part(found, plan, 0, scores), _part(found, plan, 1, scores)
 
 
 def measurement_work(windows: Sequence[TextWindow], prefix_tokens: int, plan: MeasurementPlan) -> float:
     """What `measure` takes, in tokens of prefill."""
     judged = 1 + sum(1 for _ in plan.cells())
-    return sum(prefix_tokens + judged * judged_work(len(window.continuation)) for window in windows)
+    prefills = 2 if plan.heads is HeadCost.ATTENTION else 1
+    return sum(prefills * prefix_tokens + judged * judged_work(len(window.continuation)) for window in windows)
 
 
 class ContinuationCost:
@@ -103,7 +110,9 @@ class ContinuationCost:
         return max(0.0, self._reference.judge(self._model.logits_after(moved, self._fed)).kl)
 
 
-def _part(found: dict[RoundedCells, float], plan: MeasurementPlan, kv: int) -> PartSensitivity:
+def _part(
+    found: dict[RoundedCells, float], plan: MeasurementPlan, kv: int, scores: list[list[float]] | None
+) -> PartSensitivity:
     part = plan.candidates.of(kv)
     layers = range(plan.layers)
 
@@ -111,7 +120,8 @@ def _part(found: dict[RoundedCells, float], plan: MeasurementPlan, kv: int) -> P
         return found[RoundedCells(kv, precision, part.transform, layer, head)]
 
     heads = range(plan.kv_heads)
-
+    if plan.heads is HeadCost.MEASURED:
+        scores = [[single(part.coarse[-1], layer, head) for head in heads] for layer in layers]
     return PartSensitivity(
         transform=part.transform.name.lower(),
         curve={
@@ -120,5 +130,5 @@ def _part(found: dict[RoundedCells, float], plan: MeasurementPlan, kv: int) -> P
             if precision is not Precision.NATIVE
         },
         layers={precision.name.lower(): [single(precision, layer) for layer in layers] for precision in part.coarse},
-        heads=[[single(part.coarse[-1], layer, head) for head in heads] for layer in layers] if plan.heads else None,
+        heads=scores,
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from spectrumkv_sglang.calibration.candidates import Candidates, choose
 from spectrumkv_sglang.calibration.errors import CalibrationError
+from spectrumkv_sglang.calibration.head_cost import HeadCost
 from spectrumkv_sglang.calibration.sensitivity import MeasuredOn, Sensitivity, load_sensitivity
 from spectrumkv_sglang.evaluation.model import ModelFiles, read_model_files
 from spectrumkv_sglang.evaluation.placement import AUTO, chosen_dtype, usable_device_type
@@ -28,7 +29,7 @@ class CalibrationCommand:
     out: Path
     text: Path
     sensitivity: Path | None = None
-    heads: bool = False
+    heads: HeadCost | None = None
     keys: Sequence[str] | None = None
     values: Sequence[str] | None = None
     key_transform: str = "identity"
@@ -91,7 +92,7 @@ def prepare(command: CalibrationCommand) -> Prepared:
         known = load_sensitivity(command.sensitivity)
         source = f"--sensitivity {command.sensitivity}"
         known.require_model(fingerprint_model(command.model_path, quantization=None, dtype=kv_dtype), source)
-        known.require_candidates(candidates, command.heads and known.geometry.kv_heads > 1, source)
+        known.require_candidates(candidates, command.heads if known.geometry.kv_heads > 1 else None, source)
     measured, held_out = _windows(command, files, text, None if known is None else known.measured_on, digest)
     return Prepared(
         files=files,

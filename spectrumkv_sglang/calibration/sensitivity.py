@@ -9,6 +9,7 @@ import msgspec
 
 from spectrumkv_sglang.calibration.candidates import PART_NAMES, Candidates, PartCandidates
 from spectrumkv_sglang.calibration.errors import CalibrationError
+from spectrumkv_sglang.calibration.head_cost import HeadCost
 from spectrumkv_sglang.kernels.precision import Precision
 from spectrumkv_sglang.payload.geometry import KVGeometry
 from spectrumkv_sglang.verification.fingerprint import ModelFingerprint
@@ -45,8 +46,8 @@ class PartSensitivity(msgspec.Struct, frozen=True):
         transform: before quantising.
         curve: by precision, with all layers and heads rounded.
         layers: by precision, coarsest first, with one layer rounded to it, [layers].
-        heads: with one KV head of one layer rounded to the last precision of ``layers``, [layers][kv_heads]; None: not
-            measured.
+        heads: what each KV head's share of its layer is proportional to, [layers][kv_heads]; None: not measured.
+            ``HeadCost.MEASURED``: KL with that head rounded to the last precision of ``layers``.
     """
 
     transform: str
@@ -74,6 +75,7 @@ class Sensitivity(msgspec.Struct, frozen=True):
     values: PartSensitivity
     versions: dict[str, str]
     date: str
+    head_cost: HeadCost = HeadCost.MEASURED
 
     def of(self, kv: int) -> PartSensitivity:
         """Of the keys (0) or values (1)."""
@@ -86,7 +88,7 @@ class Sensitivity(msgspec.Struct, frozen=True):
                 f"{source} was measured on another model ({'; '.join(changed)}): give another --sensitivity file"
             )
 
-    def require_candidates(self, candidates: Candidates, heads: bool, source: str) -> None:
+    def require_candidates(self, candidates: Candidates, heads: HeadCost | None, source: str) -> None:
         """Raise CalibrationError unless it holds what an allocation among ``candidates`` needs."""
         for kv, name in enumerate(PART_NAMES):
             found, wanted = self.of(kv), candidates.of(kv)
@@ -100,8 +102,15 @@ class Sensitivity(msgspec.Struct, frozen=True):
                     f"{source}: {name} were not measured in {missing[0].name.lower()}: leave it out or give another "
                     "--sensitivity file"
                 )
-        if heads and (self.keys.heads is None or self.values.heads is None):
+        if heads is None:
+            return
+        if self.keys.heads is None or self.values.heads is None:
             raise CalibrationError(f"{source} holds no heads: leave --heads out or give another --sensitivity file")
+        if self.head_cost is not heads:
+            raise CalibrationError(
+                f"{source} holds heads by {self.head_cost.value}, asked for is --heads {heads.value}: give another "
+                "--sensitivity file"
+            )
 
 
 def encode_sensitivity(sensitivity: Sensitivity) -> bytes:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -21,6 +21,21 @@ from spectrumkv_sglang.importance.scorers import AttentionScorer
 from spectrumkv_sglang.importance.scores import SlotScores
 
 ATTENTION_NAME = "spectrumkv_observed"
+
+
+class AttentionObserver(Protocol):
+    """What is shown every attention layer of a forward."""
+
+    def observe(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        window: int | None,
+        cap: float | None,
+    ) -> None:
+        """One layer's attention, as `PrefillObserver.observe` takes it."""
 
 
 class PrefillObserver:
@@ -107,11 +122,11 @@ class _Attention:
         return total, could_attend
 
 
-_OBSERVER: ContextVar[PrefillObserver | None] = ContextVar("observer", default=None)
+_OBSERVER: ContextVar[AttentionObserver | None] = ContextVar("observer", default=None)
 
 
 @contextmanager
-def observing(observer: PrefillObserver) -> Iterator[None]:
+def observing(observer: AttentionObserver) -> Iterator[None]:
     """Show every layer's attention to ``observer`` meanwhile."""
     token = _OBSERVER.set(observer)
     try:

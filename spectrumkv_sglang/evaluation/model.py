@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from spectrumkv_sglang.evaluation.attention_tap import PrefillObserver, observing, register_attention
+from spectrumkv_sglang.evaluation.attention_tap import AttentionObserver, PrefillObserver, observing, register_attention
 from spectrumkv_sglang.evaluation.errors import EvaluationError
 from spectrumkv_sglang.evaluation.prefix import MovedKV, Prefilled, PrefixKV
 from spectrumkv_sglang.evaluation.rotation import RotationTap
@@ -133,6 +133,14 @@ class EvalModel:
         observer.finish()
         prefix = PrefixKV(name, self._pool(cache, len(token_ids)), observer.scores)
         return Prefilled(prefix, int(output.logits[0, -1].argmax()))
+
+    @torch.inference_mode()
+    def show_attention(self, token_ids: Sequence[int], observer: AttentionObserver) -> None:
+        """Prefill ``token_ids`` for the sake of ``observer``, which sees every layer's attention; no KV is kept."""
+        with observing(observer):
+            self._model(
+                input_ids=torch.tensor([list(token_ids)], device=self.device), use_cache=False, logits_to_keep=1
+            )
 
     @torch.inference_mode()
     def logits_after(self, moved: MovedKV, token_ids: Sequence[int]) -> torch.Tensor:

@@ -37,7 +37,7 @@ def run(model_folder: Path, text_file: Path, tmp_path: Path) -> Run:
 
 def test_a_profile_that_evaluates_and_a_measurement_to_reuse(run: Run, tmp_path: Path) -> None:
     saved, result = tmp_path / "s.json", tmp_path / "r.json"
-    options = ("--heads", "--sensitivity", str(saved), "--json", str(result))
+    options = ("--heads", "measured", "--sensitivity", str(saved), "--json", str(result))
     output = run(*options)
     assert "Map by heads" in output
     assert "written:" in output

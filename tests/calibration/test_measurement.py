@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from spectrumkv_sglang.calibration.candidates import DEFAULT, choose
+from spectrumkv_sglang.calibration.head_cost import HeadCost
+from spectrumkv_sglang.calibration.head_scores import head_scores
 from spectrumkv_sglang.calibration.measurement import MeasurementPlan, measure, measurement_work
 from spectrumkv_sglang.calibration.rounding import RoundedCells, round_cells
 from spectrumkv_sglang.config import load_config
@@ -74,7 +76,7 @@ def test_one_head_of_one_layer(prefix: PrefixKV) -> None:
 
 
 def test_a_measurement(model: EvalModel, windows: list[TextWindow]) -> None:
-    plan = MeasurementPlan(DEFAULT, LAYERS, KV_HEADS, heads=True)
+    plan = MeasurementPlan(DEFAULT, LAYERS, KV_HEADS, heads=HeadCost.MEASURED)
     done: list[float] = []
     keys, values = measure(model, windows, PREFIX, plan, 4, done.append)
     assert sum(done) == measurement_work(windows, PREFIX, plan)
@@ -95,8 +97,18 @@ def test_a_measurement(model: EvalModel, windows: list[TextWindow]) -> None:
 
 def test_native_candidates_are_not_measured(model: EvalModel, windows: list[TextWindow]) -> None:
     few = choose(["int4_channel", "native"], ["int4"], "identity", "identity")
-    plan = MeasurementPlan(few, LAYERS, KV_HEADS, heads=False)
+    plan = MeasurementPlan(few, LAYERS, KV_HEADS, heads=None)
     assert len(list(plan.cells())) == 2 + 2 * LAYERS
     keys, values = measure(model, windows[:1], PREFIX, plan, 4, lambda _: None)
     assert list(keys.curve) == ["int4_channel"]
     assert values.heads is None
+
+
+def test_heads_by_how_far_back_they_attend(model: EvalModel, windows: list[TextWindow]) -> None:
+    plan = MeasurementPlan(DEFAULT, LAYERS, KV_HEADS, heads=HeadCost.ATTENTION)
+    assert len(list(plan.cells())) == len(list(MeasurementPlan(DEFAULT, LAYERS, KV_HEADS, heads=None).cells()))
+    done: list[float] = []
+    keys, values = measure(model, windows, PREFIX, plan, 4, done.append)
+    assert sum(done) == measurement_work(windows, PREFIX, plan)
+    assert keys.heads == values.heads == head_scores(model, windows, PREFIX)
+    assert all(0 <= score <= 1 for layer in keys.heads or () for score in layer)

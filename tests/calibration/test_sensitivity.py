@@ -10,6 +10,7 @@ import pytest
 from spectrumkv_sglang.calibration.candidates import DEFAULT, choose
 from spectrumkv_sglang.calibration.errors import CalibrationError
 from spectrumkv_sglang.calibration.expected_cost import ExpectedCost, Granularity
+from spectrumkv_sglang.calibration.head_cost import HeadCost
 from spectrumkv_sglang.calibration.sensitivity import Sensitivity, encode_sensitivity, load_sensitivity
 from spectrumkv_sglang.verification.fingerprint import ModelFingerprint
 
@@ -54,15 +55,17 @@ def test_another_model_is_refused(sensitivity: Sensitivity) -> None:
 
 
 def test_what_was_not_measured_cannot_be_allocated(sensitivity: Sensitivity) -> None:
-    sensitivity.require_candidates(DEFAULT, True, "s.json")
-    sensitivity.require_candidates(choose(["native", "int4_channel"], None, "identity", "hadamard"), False, "s.json")
+    sensitivity.require_candidates(DEFAULT, HeadCost.MEASURED, "s.json")
+    sensitivity.require_candidates(choose(["native", "int4_channel"], None, "identity", "hadamard"), None, "s.json")
     with pytest.raises(CalibrationError, match="keys were not measured in fp8_e4m3"):
-        sensitivity.require_candidates(choose(["fp8_e4m3"], None, "identity", "hadamard"), False, "s.json")
+        sensitivity.require_candidates(choose(["fp8_e4m3"], None, "identity", "hadamard"), None, "s.json")
     with pytest.raises(CalibrationError, match="keys were measured with transform identity, asked for is derope"):
-        sensitivity.require_candidates(choose(None, None, "derope", "hadamard"), False, "s.json")
+        sensitivity.require_candidates(choose(None, None, "derope", "hadamard"), None, "s.json")
     without = msgspec.structs.replace(sensitivity, keys=msgspec.structs.replace(sensitivity.keys, heads=None))
     with pytest.raises(CalibrationError, match="holds no heads"):
-        without.require_candidates(DEFAULT, True, "s.json")
+        without.require_candidates(DEFAULT, HeadCost.MEASURED, "s.json")
+    with pytest.raises(CalibrationError, match="holds heads by measured, asked for is --heads attention"):
+        sensitivity.require_candidates(DEFAULT, HeadCost.ATTENTION, "s.json")
 
 
 @pytest.mark.parametrize("granularity", Granularity)
