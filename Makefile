@@ -107,6 +107,8 @@ test-programs: # Without the right to install, the tests that need them say so a
 	    echo "test: $$program is missing: what needs it is NOT TESTED. sudo apt-get install chromium prometheus" >&2; \
 	done
 
+# Packages of other SGLang releases come as sources: without their byte code each of a server's processes compiles them.
+test test-versions: export PYTHONDONTWRITEBYTECODE =
 test: model test-programs ## Run the tests (all but those of `make test-versions` that repeat others)
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) $(PYTEST_ARGS)
 
