@@ -12,6 +12,9 @@ SHELL := /bin/bash
 PYTHON ?= $(or $(shell command -v python3.11),python3)
 MOONCAKE ?= mooncake
 PYTEST_ARGS ?=
+# Processes that share the tests: one for the real pair, which keeps about a core busy, the others for the rest.
+# 0: no process but pytest's own, as `pytest` by hand.
+TEST_WORKERS ?= 2
 DEMO_ARGS ?=
 
 VENV := .venv
@@ -104,8 +107,10 @@ test-programs: # Without the right to install, the tests that need them say so a
 	    echo "test: $$program is missing: what needs it is NOT TESTED. sudo apt-get install chromium prometheus" >&2; \
 	done
 
+# Packages of other SGLang releases come as sources: without their byte code each of a server's processes compiles them.
+test test-versions: export PYTHONDONTWRITEBYTECODE =
 test: model test-programs ## Run the tests (all but those of `make test-versions` that repeat others)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) $(PYTEST_ARGS)
 
 test-versions: model ## Run the real pair on each supported SGLang release
 	$(BIN)/python -m pytest tests/pair -m versions $(PYTEST_ARGS)

@@ -1,6 +1,7 @@
-"""What all tests share: hypothesis' settings, programs that are not Python's, a small model.
+"""What all tests share: hypothesis' settings, how workers share the tests, figures, programs, a small model.
 
-Property tests try the same examples in every run, so that a change fails for what it changed.
+Property tests try the same examples in every run, so that a change fails for what it changed; how long an example takes
+depends on what else the machine does, and fails none.
 
 ``HYPOTHESIS_PROFILE=search`` tries new ones: what it finds belongs in an ``@example``.
 """
@@ -14,15 +15,65 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 _LETTERS = string.ascii_lowercase + " .\n"
 
-settings.register_profile("repeatable", derandomize=True, database=None)
-settings.register_profile("search", print_blob=True)
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("repeatable", settings.get_profile("untimed"), derandomize=True, database=None)
+settings.register_profile("search", settings.get_profile("untimed"), print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+_FIGURE = "figure"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give pytest-xdist's workers whole files, and all tests of the real pair to the first worker, at once.
+
+    A file's tests share what its fixtures made. Those of tests/pair share servers, and take longest.
+    """
+    from xdist.scheduler import LoadFileScheduling
+
+    class FilesAndThePair(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "tests/pair" if nodeid.startswith("tests/pair/") else super()._split_scope(nodeid)
+
+        def _assign_work_unit(self, node: Any) -> None:
+            if "tests/pair" in self.workqueue:
+                self.workqueue.move_to_end("tests/pair", last=False)
+            super()._assign_work_unit(node)
+
+    config.option.loadscopereorder = False  # a file with few tests may be the slowest
+    return FilesAndThePair(config, log)
+
+
+@pytest.fixture
+def figures(request: pytest.FixtureRequest) -> Iterator[list[str]]:
+    """Lines that the run prints at its end: what was measured, beside what was asserted."""
+    lines: list[str] = []
+    yield lines
+    # A test may run in another process, from which its reports come back, and nothing else.
+    request.node.user_properties.extend((_FIGURE, line) for line in lines)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the figures of the real pair."""
+    reports = [report for kind in terminalreporter.stats.values() for report in kind]
+    lines = [
+        line
+        for report in reports
+        if getattr(report, "when", None) == "teardown"
+        for name, line in report.user_properties
+        if name == _FIGURE
+    ]
+    if lines:
+        terminalreporter.section("figures of the real pair")
+        for line in lines:
+            terminalreporter.write_line(line)
 
 
 @pytest.fixture(scope="session")

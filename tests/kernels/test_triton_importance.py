@@ -8,9 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 CASES = Path(__file__).with_name("triton_importance_against_reference.py")
+TIMEOUT_SECONDS = 600
 
 
+@pytest.mark.timeout(TIMEOUT_SECONDS + 60)
 def test_interpreted_kernels_agree_with_the_reference() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     finished = subprocess.run(
@@ -19,7 +23,7 @@ def test_interpreted_kernels_agree_with_the_reference() -> None:
         cwd=CASES.parents[2],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=TIMEOUT_SECONDS,
         check=False,
     )
     assert finished.returncode == 0, finished.stdout + finished.stderr

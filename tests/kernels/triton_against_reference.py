@@ -124,10 +124,10 @@ def test_keys_by_channel_beside_values_by_row_below_native_and_int8_tiers(dtype:
 
 
 def test_a_block_of_channels_reaches_over_several_blocks_of_the_checksum() -> None:
-    geometry = KVGeometry(1, 17, 256, 16, 1, "bfloat16")
-    precisions = np.array([Precision.INT4_CHANNEL, Precision.NATIVE], dtype=np.uint8)
+    geometry = KVGeometry(1, 9, 256, 16, 1, "bfloat16")
+    precisions = np.array([Precision.INT8_CHANNEL, Precision.NATIVE], dtype=np.uint8)
     case = case_of(
-        geometry, np.broadcast_to(precisions[None, None, :, None], (1, 1, 2, 17)).copy(), 128, by_channel=True
+        geometry, np.broadcast_to(precisions[None, None, :, None], (1, 1, 2, 9)).copy(), 128, by_channel=True
     )
     assert case.layout.segments[0].codes_bytes > 2 * WORDS_PER_BLOCK * 8
     check_both_directions(case)
@@ -148,12 +148,20 @@ def test_pool_strides_are_honoured(precision: Precision) -> None:
     assert all(bool((whole[:, 1::2] == 5.0).all()) for whole in wide)
 
 
-@pytest.mark.parametrize("fault", ["none", "payload", "checksum", "prologue"])
-def test_only_an_intact_payload_is_written(fault: str) -> None:
+@pytest.fixture(scope="module")
+def packed_mixed_case() -> tuple[torch.Tensor, int]:
+    """Payload and checksum of `mixed_case`, by the kernels."""
     case = mixed_case()
     payload = case.scratch()
+    arguments = (case.device, case.slots, case.tiers, case.layout, payload, case.prologue())
+    return payload, pack_with_checksum(*arguments, backend="triton").wait()
+
+
+@pytest.mark.parametrize("fault", ["none", "payload", "checksum", "prologue"])
+def test_only_an_intact_payload_is_written(packed_mixed_case: tuple[torch.Tensor, int], fault: str) -> None:
+    case = mixed_case()
+    payload, checksum = packed_mixed_case[0].clone(), packed_mixed_case[1]
     slots, tiers, layout, announced = case.slots, case.tiers, case.layout, case.prologue()
-    checksum = pack_with_checksum(case.device, slots, tiers, layout, payload, announced, backend="triton").wait()
     case.clear()
     if fault == "none":
         unpack_payload(payload.cpu(), case.host, slots, tiers, layout, backend="torch")

@@ -25,7 +25,7 @@ from kernel_cases import (
 )
 
 from spectrumkv_sglang.kernels.checksum import WORDS_PER_BLOCK, payload_checksum
-from spectrumkv_sglang.kernels.precision import Precision
+from spectrumkv_sglang.kernels.precision import CHANNEL_BLOCK_ROWS, Precision
 from spectrumkv_sglang.kernels.quantisers import code_planes, quantiser_for
 from spectrumkv_sglang.kernels.segment_group import unfit_cell
 from spectrumkv_sglang.kernels.transforms import Transform, transform_for
@@ -165,8 +165,10 @@ def test_blocks_of_channels_that_are_full_and_that_are_not(precision: Precision)
     [Precision.INT3, Precision.INT2_CHANNEL, Precision.INT5_CHANNEL, Precision.INT6_CHANNEL],
     ids=lambda p: p.name,
 )
-@pytest.mark.parametrize("rows", [1, 128])
-def test_wide_heads(precision: Precision, rows: int) -> None:
+@pytest.mark.parametrize("many", [False, True], ids=["one-row", "rows"])
+def test_wide_heads(precision: Precision, many: bool) -> None:
+    # A full block of channels; of rows, which end within a tile, fewer do, and are many tiles already.
+    rows = (CHANNEL_BLOCK_ROWS if precision.by_channel else 33) if many else 1
     check_both_directions(uniform(precision, torch.float16, (256, 256), rows, heads=1, by_channel=True))
 
 
@@ -225,10 +227,16 @@ def test_pool_strides_are_honoured(precision: Precision) -> None:
     assert all(bool((whole[:, 1::2] == 5.0).all()) for whole in wide)
 
 
+@pytest.fixture(scope="module")
+def packed_mixed_case() -> torch.Tensor:
+    """Payload of `mixed_case` of 40 rows, by the kernels."""
+    return packed_by_kernels(mixed_case(40))
+
+
 @pytest.mark.parametrize("fault", ["none", "payload", "checksum", "prologue"])
-def test_only_an_intact_payload_is_written(fault: str) -> None:
+def test_only_an_intact_payload_is_written(packed_mixed_case: torch.Tensor, fault: str) -> None:
     case = mixed_case(40)
-    payload = packed_by_kernels(case).to(DEVICE)
+    payload = packed_mixed_case.to(DEVICE, copy=True)
     checksum, announced = payload_checksum(payload), case.prologue()
     if fault == "payload":
         payload[case.layout.total_bytes // 2] ^= 1
@@ -293,6 +301,9 @@ def test_kernels_are_held_against_the_reference_before_they_are_used() -> None:
     geometry = KVGeometry(1, 1, 64, 64, 1, "float16")
     device = torch.device(DEVICE)
     assert disagreement(table, geometry, device, pack_payload, unpack_payload) is None
+
+    # What follows is about the comparison: any kernels will do, and these take the interpreter the least time.
+    table = table_of(Precision.INT4_CHANNEL, Precision.INT4_CHANNEL)
 
     def places_swapped(*arguments: Any) -> None:
         unpack_payload(*arguments)

@@ -34,23 +34,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.timeout(TIMEOUT_SECONDS))
 
 
-_figures: list[str] = []
-
-
-@pytest.fixture(scope="session")
-def figures() -> list[str]:
-    """Lines that the run prints at its end: what was measured, beside what was asserted."""
-    return _figures
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the figures of the real pair."""
-    if _figures:
-        terminalreporter.section("figures of the real pair")
-        for line in _figures:
-            terminalreporter.write_line(line)
-
-
 @pytest.fixture(scope="session")
 def model() -> Path:
     """Directory of the small real model."""

@@ -15,8 +15,10 @@ from spectrumkv_sglang.launch.servers import Fleet, Role, Router, ServerSpec, SG
 from spectrumkv_sglang.launch.transfer_log_reader import TransferLogReader
 
 DEFAULT_BACKEND = "spectrumkv_tcp"
-# A server holds 2.3 GB. The one that was used longest ago makes room for a new one.
-MAX_SERVERS = 6
+METRICS = ("--enable-metrics",)
+# A server holds 2.3 GB. The one that was used longest ago makes room for a new one: tests stop those that no later one
+# uses, in an order in which each is started once.
+MAX_SERVERS = 5
 
 
 @dataclass(frozen=True)

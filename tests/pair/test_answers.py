@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
-from pair_cluster import PairCluster
+from pair_cluster import METRICS, PairCluster
 from sglang_plugins import DROP_PAYLOAD, plugin_path
 
 from spectrumkv_sglang.launch.client import Completion, flush_caches, post
@@ -51,7 +51,7 @@ def reference(cluster: PairCluster) -> dict[str, Completion]:
     cluster.decode()
     cluster.prefill(profile="native-packed")
     cluster.prefill(profile="int8")
-    cluster.prefill(profile="spectrum", budget=0.55)
+    cluster.prefill(profile="spectrum", budget=0.55, extra_args=METRICS)  # test_paths.py reads its metrics
     return {text: cluster.generate_alone(plain, text, max_new_tokens=NEW_TOKENS, sampling=GO_ON) for text in TEXTS}
 
 
@@ -88,15 +88,16 @@ def test_a_shared_prefix_sent_twice_carries_the_right_pages(cluster: PairCluster
     assert expected.cached_tokens > 300
 
 
-@pytest.mark.parametrize(("profile", "budget"), [("int8", None), ("spectrum", 0.55)])
+@pytest.mark.parametrize(("profile", "budget", "flags"), [("int8", None, ()), ("spectrum", 0.55, METRICS)])
 def test_lossy_profiles_agree_on_95_percent_of_tokens(
     cluster: PairCluster,
     reference: dict[str, Completion],
     profile: str,
     budget: float | None,
+    flags: tuple[str, ...],
     figures: list[str],
 ) -> None:
-    prefill, decode = cluster.prefill(profile=profile, budget=budget), cluster.decode()
+    prefill, decode = cluster.prefill(profile=profile, budget=budget, extra_args=flags), cluster.decode()
     cluster.transfers(prefill).skip()
     equal = compared = 0
     for text in TEXTS:
@@ -109,6 +110,22 @@ def test_lossy_profiles_agree_on_95_percent_of_tokens(
     figures.append(f"{profile}, budget {budget or 0.55}: {equal} of {compared} output tokens as the plain server's")
     assert compared >= 200
     assert equal / compared >= 0.95, f"{equal} of {compared}"
+
+
+def test_reported_wire_bytes_are_the_bytes_on_the_interface(cluster: PairCluster, figures: list[str]) -> None:
+    prefill, decode = cluster.prefill(profile="int8"), cluster.decode()
+    cluster.wait_ready(prefill, decode)
+    if cluster.namespace is None:
+        pytest.fail("counting interface bytes needs root and pyroute2: run the tests as root")
+    cluster.generate(prefill, decode, LONG_PROMPTS[0].text, max_new_tokens=1)  # connections exist from here on
+    cluster.transfers(prefill).skip()
+    before = cluster.loopback_bytes()
+    cluster.generate(prefill, decode, LONG_PROMPTS[0].text, max_new_tokens=1)
+    counted = cluster.loopback_bytes() - before
+    sent = request_transfer(cluster.transfers(prefill).next_request())
+    figures.append(f"int8: {sent.wire_bytes} wire bytes reported, {counted} bytes counted on the interface")
+    assert sent.wire_bytes == pytest.approx(counted, rel=0.03)
+    cluster.stop(prefill)
 
 
 def test_transformed_kv_keeps_the_budget_and_answers_stay_sensible(
@@ -143,21 +160,7 @@ def test_transformed_kv_keeps_the_budget_and_answers_stay_sensible(
     figures.append(f"{UNROTATED_KEYS.stem}, budget .53: {equal} of {compared} output tokens as the plain server's")
     assert compared > NEW_TOKENS  # ties leave more than one whole answer to compare
     assert equal / compared >= 0.75, f"{equal} of {compared}"
-
-
-def test_reported_wire_bytes_are_the_bytes_on_the_interface(cluster: PairCluster, figures: list[str]) -> None:
-    prefill, decode = cluster.prefill(profile="int8"), cluster.decode()
-    cluster.wait_ready(prefill, decode)
-    if cluster.namespace is None:
-        pytest.fail("counting interface bytes needs root and pyroute2: run the tests as root")
-    cluster.generate(prefill, decode, LONG_PROMPTS[0].text, max_new_tokens=1)  # connections exist from here on
-    cluster.transfers(prefill).skip()
-    before = cluster.loopback_bytes()
-    cluster.generate(prefill, decode, LONG_PROMPTS[0].text, max_new_tokens=1)
-    counted = cluster.loopback_bytes() - before
-    sent = request_transfer(cluster.transfers(prefill).next_request())
-    figures.append(f"int8: {sent.wire_bytes} wire bytes reported, {counted} bytes counted on the interface")
-    assert sent.wire_bytes == pytest.approx(counted, rel=0.03)
+    cluster.stop(prefill)  # makes room: those that stay are used again
 
 
 def test_the_comparison_notices_missing_kv(

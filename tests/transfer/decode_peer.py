@@ -35,6 +35,8 @@ MOONCAKE_ENVIRONMENT = {
 GEOMETRY = KVGeometry(layers=3, kv_heads=2, head_dim=64, v_head_dim=32, page_size=1, dtype="float32")
 SLOT_BYTES = 128 * 1024
 ANSWER_SECONDS = 60.0
+START_SECONDS = 140.0
+"""The first answer: torch and Mooncake are imported, maybe while servers start beside."""
 
 Pages = list[int]
 _rank_numbers = itertools.count()
@@ -61,16 +63,16 @@ class DecodePeer:
                 env={**os.environ, **MOONCAKE_ENVIRONMENT},
             )
         self._log = log
-        self.session: str = self.ask("session")
+        self.session: str = self.ask("session", wait=START_SECONDS)
 
-    def ask(self, do: str, **arguments: Any) -> Any:
-        """Answer of the process to one command."""
+    def ask(self, do: str, wait: float = ANSWER_SECONDS, **arguments: Any) -> Any:
+        """Answer of the process to one command, which comes within ``wait`` seconds."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
         stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
         stdin.flush()
-        if not select.select([stdout], [], [], ANSWER_SECONDS)[0]:
+        if not select.select([stdout], [], [], wait)[0]:
             raise TimeoutError(f"the decode process did not answer {do!r}; its log is {self._log}")
         line = stdout.readline()
         if not line:
