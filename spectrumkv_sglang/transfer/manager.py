@@ -381,6 +381,15 @@ def _origin_of(chunk: Any) -> ChunkOrigin:
     return origin
 
 
+def _fail_if_forgotten(transfer: Any) -> None:
+    """A sender or receiver whose room another one of the same id has ended: SGLang's poll would raise KeyError there,
+    which ends the scheduler and with it every request."""
+    room = transfer.bootstrap_room
+    if transfer.conclude_state is None and room not in transfer.kv_mgr.request_status:
+        transfer.kv_mgr.record_failure(room, "Another request with the same bootstrap_room has ended.")
+        transfer.conclude_state = sglang_compat.kv_poll_failed()
+
+
 class SpectrumKVSender(MooncakeKVSender):  # type: ignore[misc]
     """SGLang's sender; on a CPU pool it keeps SGLang 0.5.23 from using pinned memory and CUDA events."""
 
@@ -400,6 +409,10 @@ class SpectrumKVSender(MooncakeKVSender):  # type: ignore[misc]
         finally:
             self.kv_mgr.early_send_event = None
             self.kv_mgr.sending_prompt = UNKNOWN
+
+    def poll(self) -> Any:
+        _fail_if_forgotten(self)
+        return super().poll()
 
     def clear(self) -> Any:
         self.kv_mgr.forget_request(self.bootstrap_room)
@@ -425,6 +438,7 @@ class SpectrumKVReceiver(MooncakeKVReceiver):  # type: ignore[misc]
         return super().send_metadata(kv_indices, *args, **kwargs)
 
     def poll(self) -> Any:
+        _fail_if_forgotten(self)
         status = super().poll()
         if int(status) in sglang_compat.kv_poll_terminal():
             self.kv_mgr.close_room(self.bootstrap_room)

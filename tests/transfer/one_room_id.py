@@ -122,6 +122,15 @@ def main() -> dict[str, Any]:
             "banned": sorted(manager.failed_sessions),
         }
 
+    def forgotten(kind: type) -> list[int]:
+        """What the poll of one says whose room the other request of the same id has ended, and then again."""
+        transfer, reasons = kind.__new__(kind), {}
+        manager = SimpleNamespace(request_status={}, record_failure=reasons.__setitem__, close_room=reasons.get)
+        vars(transfer).update(kv_mgr=manager, bootstrap_room=ROOM, conclude_state=None)
+        polls = [int(transfer.poll()), int(transfer.poll())]
+        assert list(reasons) == [ROOM]
+        return [*polls, int(KVPoll.Failed)]
+
     first, second = [1, 2, 3, 4, 5], [1, 2, 3, 4, 6]
     own, other = marked(SpectrumKVReceiver, first), marked(SpectrumKVReceiver, second)
     return {
@@ -129,6 +138,7 @@ def main() -> dict[str, Any]:
         "other's": worked(marked(SpectrumKVSender, first), waiting(other)),
         "other's, once it is queued": worked(marked(SpectrumKVSender, first), waiting(own), waiting(other)),
         "plain decode": worked(marked(SpectrumKVSender, first), waiting(own, plain=True)),
+        "forgotten": [forgotten(SpectrumKVSender), forgotten(SpectrumKVReceiver)],
         "images": worked(marked(SpectrumKVSender, first, multimodal_inputs=object()), waiting(other)),
     }
 

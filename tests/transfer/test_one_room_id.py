@@ -88,6 +88,12 @@ def test_neither_kv_nor_the_first_token_goes_to_another_request(cases: dict[str,
 
 
 @pytest.mark.timeout(300)
+def test_a_room_that_the_other_request_has_ended_fails_and_the_scheduler_goes_on(cases: dict[str, Any]) -> None:
+    for first, second, failed in cases["forgotten"]:
+        assert first == second == failed
+
+
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("case", ["plain decode", "images"])
 def test_where_one_side_does_not_know_the_prompt_nothing_is_refused(cases: dict[str, Any], case: str) -> None:
     assert (cases[case]["kv"], cases[case]["first token"], cases[case]["failures"]) == (0, 0, {})
