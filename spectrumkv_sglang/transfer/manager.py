@@ -84,7 +84,7 @@ class SpectrumKVManager(MooncakeKVManager):  # type: ignore[misc]
         )
         super().__init__(args, disaggregation_mode, server_args, *rest, **named)
         if self._role == "prefill":
-            queues: list[Any] = self.transfer_queues
+            queues = vars(self)["transfer_queues"]
             self.transfer_queues = [_ChunkTap(queue, self) for queue in queues]
 
     # ---- set-up --------------------------------------------------------------------------------------------------
