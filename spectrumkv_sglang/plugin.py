@@ -58,9 +58,11 @@ def register() -> None:
         raise SystemExit(f"spectrumkv: {error}") from error
     HookRegistry.register(compat.KV_CLASS_HOOK, _kv_class, HookType.AROUND)
     HookRegistry.register(compat.REGISTRATION_HOOK, _read_registration, HookType.AROUND)
+    HookRegistry.register(compat.METADATA_HOOK, _read_metadata, HookType.AROUND)
     HookRegistry.register(compat.PREFILL_QUEUE_HOOK, _attach_prefill, HookType.AROUND)
     HookRegistry.register(compat.REQUEST_HOOK, _expect_request, HookType.AROUND)
     HookRegistry.register(compat.DECODE_QUEUE_HOOK, _attach_decode, HookType.AROUND)
+    HookRegistry.register(compat.RECEIVER_HOOK, _mark_receiver, HookType.AROUND)
     HookRegistry.register(compat.ATTENTION_HOOK, _attention, HookType.AROUND)
 
 
@@ -194,6 +196,32 @@ def _read_registration(original: Any, cls: Any, msg: list[bytes]) -> Any:
     return info
 
 
+def _read_metadata(original: Any, cls: Any, msg: list[bytes]) -> Any:
+    """Take the digest of the prompt out of decode's message about a room's pages."""
+    from spectrumkv_sglang.transfer.handshake import split_handshake
+    from spectrumkv_sglang.transfer.request_identity import MAGIC, decode_prompt
+
+    frames, prompt = split_handshake(msg, MAGIC)
+    info = original(cls, frames)
+    info.spectrumkv_prompt = decode_prompt(prompt)
+    return info
+
+
+def _mark(transfer: Any, req: Any) -> None:
+    """Tell our sender or receiver whose KV it carries."""
+    from spectrumkv_sglang.transfer.request_identity import prompt_digest
+
+    if hasattr(transfer, "spectrumkv_prompt"):
+        transfer.spectrumkv_prompt = prompt_digest(compat.request_prompt(req))
+
+
+def _mark_receiver(original: Any, queue: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+    """Before decode tells prefill the pages of the request."""
+    decode_request = original(queue, req, *args, **kwargs)
+    _mark(getattr(decode_request, "kv_receiver", None), req)
+    return decode_request
+
+
 def _attach_prefill(original: Any, queue: Any, *args: Any, **kwargs: Any) -> Any:
     kv_manager = original(queue, *args, **kwargs)
     kv_manager.scheduler_overlaps = partial(compat.scheduler_overlaps, queue.scheduler)
@@ -225,7 +253,9 @@ def _expect_request(original: Any, queue: Any, req: Any, *args: Any, **kwargs: A
         except Exception as error:  # noqa: BLE001
             # A client's parameters must not end the scheduler: its room is sent as one whose limits make no sense.
             expect(room, f"unreadable: {type(error).__name__}")
-    return original(queue, req, *args, **kwargs)
+    made = original(queue, req, *args, **kwargs)
+    _mark(getattr(req, "disagg_kv_sender", None), req)
+    return made
 
 
 def _attach_decode(original: Any, queue: Any, *args: Any, **kwargs: Any) -> Any:

@@ -30,9 +30,11 @@ PD_HOOK = "sglang.srt.arg_groups.pd_disaggregation_hook.handle_pd_disaggregation
 CLI_HOOK = "sglang.srt.server_args.ServerArgs.add_cli_args"
 KV_CLASS_HOOK = "sglang.srt.disaggregation.utils.get_kv_class"
 REGISTRATION_HOOK = "sglang.srt.disaggregation.mooncake.conn.KVArgsRegisterInfo.from_zmq"
+METADATA_HOOK = "sglang.srt.disaggregation.mooncake.conn.TransferInfo.from_zmq"
 PREFILL_QUEUE_HOOK = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue._init_kv_manager"
 REQUEST_HOOK = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.create_sender"
 DECODE_QUEUE_HOOK = "sglang.srt.disaggregation.decode.DecodePreallocQueue._init_kv_manager"
+RECEIVER_HOOK = "sglang.srt.disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue"
 ATTENTION_HOOK = "sglang.srt.layers.attention.base_attn_backend.AttentionBackend.forward"
 RUN_BATCH_HOOK = "sglang.srt.managers.scheduler.Scheduler.run_batch"
 LOGITS_HOOK = "sglang.srt.layers.logits_processor.LogitsProcessor._get_logits"
@@ -56,9 +58,11 @@ _REQUIRED: tuple[tuple[str, tuple[str, ...], str], ...] = (
     (CLI_HOOK, ("parser",), "the --spectrumkv-config flag"),
     (KV_CLASS_HOOK, ("transfer_backend", "class_type"), "return this backend's manager, sender and receiver"),
     (REGISTRATION_HOOK, ("msg",), "read decode's handshake on prefill"),
+    (METADATA_HOOK, ("msg",), "know on prefill whose KV decode's pages wait for"),
     (PREFILL_QUEUE_HOOK, (), "learn prefill's KV pool"),
-    (REQUEST_HOOK, ("req",), "know what a request asks of the controller"),
+    (REQUEST_HOOK, ("req",), "know what a request asks of the controller, and its prompt"),
     (DECODE_QUEUE_HOOK, (), "learn decode's KV pool"),
+    (RECEIVER_HOOK, ("req",), "know on decode whose KV a room waits for"),
     (ATTENTION_HOOK, ("q", "layer", "forward_batch"), "observe which tokens are attended to"),
     (
         f"{_CONN}.MooncakeKVManager.send_kvcache",
@@ -67,6 +71,12 @@ _REQUIRED: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ),
     (f"{_CONN}.MooncakeKVManager.send_kvcache_slice", (), "count chunks between unequal TP sizes"),
     (f"{_CONN}.MooncakeKVManager.transfer_worker", ("queue",), "know which room a chunk belongs to"),
+    (
+        f"{_CONN}.MooncakeKVManager.add_transfer_request",
+        ("bootstrap_room", "kv_indices", "index_slice"),
+        "know which request a chunk belongs to",
+    ),
+    (f"{_CONN}.MooncakeKVManager.send_aux", ("req",), "keep a first token from another request"),
     (f"{_CONN}.MooncakeKVManager.check_status", ("bootstrap_room",), "stop when a room is aborted"),
     (f"{_CONN}.MooncakeKVManager.record_failure", ("bootstrap_room", "failure_reason"), "tell why a room failed"),
     (f"{_CONN}.MooncakeKVSender.clear", (), "forget what an ended request asked for"),
@@ -210,6 +220,19 @@ def request_room(req: Any) -> int | None:
     """Bootstrap room of SGLang's Req."""
     room = getattr(req, "bootstrap_room", None)
     return None if room is None else int(room)
+
+
+def request_prompt(req: Any) -> Any:
+    """Token ids of SGLang's Req, a sequence of int; None where prefill and decode may hold other ones for it.
+
+    The side that reads images, sound or embeddings puts ids of its own in their place, and a retracted request comes to
+    prefill again with its answer so far.
+    """
+    if getattr(req, "multimodal_inputs", None) is not None or getattr(req, "input_embeds", None) is not None:
+        return None
+    if len(getattr(req, "output_ids", None) or ()):
+        return None
+    return getattr(req, "origin_input_ids", None)
 
 
 def request_parameters(req: Any, name: str) -> Any:

@@ -58,7 +58,7 @@ def test_another_backend_leaves_the_data_path_alone(model: Path) -> None:
 def test_a_scheduler_process_installs_every_hook(model: Path) -> None:
     result = run("scheduler", model)
     assert result["active"] == "spectrumkv"
-    assert len(result["patched"]) == len(ARGUMENT_HOOKS) + 6
+    assert len(result["patched"]) == len(ARGUMENT_HOOKS) + 8
 
 
 @pytest.mark.parametrize(("backend", "force_tcp"), [("spectrumkv", None), ("spectrumkv_tcp", "1")])

@@ -145,6 +145,7 @@ class FailureCause(str, Enum):
     CHECKSUM_MISMATCH = "checksum_mismatch"
     STALE_GENERATION = "stale_generation"
     ROOM_GONE = "room_gone"
+    OTHER_REQUEST = "other_request"
     PAGE_RANGE = "page_range"
     TIER_UNDECLARED = "tier_undeclared"
     COMMIT_TIMEOUT = "commit_timeout"
@@ -225,6 +226,7 @@ _FAILURE_MEANING: dict[FailureCause, str] = {
     FailureCause.CHECKSUM_MISMATCH: "the bytes that landed are not the bytes that were sent",
     FailureCause.STALE_GENERATION: "a COMMIT named a slot that had been given to someone else since",
     FailureCause.ROOM_GONE: "decode had aborted or finished the room",
+    FailureCause.OTHER_REQUEST: "two requests with different prompts use one room id at a time: make each id unique",
     FailureCause.PAGE_RANGE: "a COMMIT named pages outside those that decode allocated for the room",
     FailureCause.TIER_UNDECLARED: "a COMMIT used a tier that its OPEN had not declared: report it, with both versions",
     FailureCause.COMMIT_TIMEOUT: "decode did not answer COMMIT within unpack_timeout_s",

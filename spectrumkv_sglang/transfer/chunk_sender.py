@@ -114,6 +114,7 @@ class ChunkSender:
                 chunk=flight.chunk,
                 boot_id=task.peer.boot_id,
                 room=task.room,
+                prompt=task.prompt,
                 page_start=task.page_start,
                 page_count=len(task.pages),
                 geometry_digest=self._view.geometry.digest(),

@@ -16,6 +16,7 @@ from spectrumkv_sglang.transfer.handshake import Handshake
 from spectrumkv_sglang.transfer.messages import SlotGrant
 from spectrumkv_sglang.transfer.mooncake_writes import PendingWrite
 from spectrumkv_sglang.transfer.packing import Packed, PackJob
+from spectrumkv_sglang.transfer.request_identity import UNKNOWN
 from spectrumkv_sglang.transfer.slot_pool import Slot
 
 
@@ -23,7 +24,7 @@ from spectrumkv_sglang.transfer.slot_pool import Slot
 class ChunkTask:
     """One chunk to send. ``pages`` are prefill's own page ids; the destination is a page range of the room.
     ``first_position`` is that of the chunk's first row in the prompt: the room's pages follow those that decode has
-    cached."""
+    cached. ``prompt`` is the digest of its request's."""
 
     room: int
     session: str
@@ -35,6 +36,7 @@ class ChunkTask:
     table: PrecisionTable
     subchunks: list[SubChunk]
     room_is_live: Callable[[], bool]
+    prompt: int = UNKNOWN
 
 
 @dataclass

@@ -14,6 +14,7 @@ from spectrumkv_sglang.transfer.control_keys import ControlKeys
 from spectrumkv_sglang.transfer.handshake import Handshake, encode_handshake
 from spectrumkv_sglang.transfer.landing_server import LandingServer
 from spectrumkv_sglang.transfer.pool_view import PoolView
+from spectrumkv_sglang.transfer.request_identity import UNKNOWN, encode_prompt
 from spectrumkv_sglang.transfer.rooms import RoomRegistry
 from spectrumkv_sglang.transfer.sending_policy import configured_policies
 from spectrumkv_sglang.transfer.slot_memory import SlotMemory
@@ -91,9 +92,14 @@ class DecodeRank:
         )
         self.handshake_frame = encode_handshake(self.handshake)
 
-    def open_room(self, room: int, pages: Any) -> None:
-        """Payloads for ``room`` may now be unpacked into ``pages`` (page ids of decode's pool)."""
-        self.rooms.register(room, np.asarray(pages))
+    def open_room(self, room: int, pages: Any, prompt: int = UNKNOWN) -> None:
+        """Payloads for ``room``, of the request with this prompt digest, may now be unpacked into ``pages`` (page ids
+        of decode's pool)."""
+        self.rooms.register(room, np.asarray(pages), prompt)
+
+    def prompt_frame(self, room: int) -> bytes:
+        """What SGLang's message about the pages of ``room`` is to carry."""
+        return encode_prompt(self.rooms.prompt(room))
 
     def close_room(self, room: int) -> None:
         """No payload for ``room`` is unpacked once this returns."""

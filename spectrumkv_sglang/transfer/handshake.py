@@ -1,12 +1,14 @@
-"""The frame that decode adds to SGLang's registration message, and what prefill reads from it.
+"""The frames that decode adds to SGLang's messages, and what prefill reads from them.
 
 Decode registers its pool with a multipart message whose optional trailing frames SGLang reads by index, treating
 an empty frame as absent. The handshake goes behind a gap of empty frames, so that a plain peer of any supported
 version sees only fields that it takes as unset. No handshake, or one of another version, means native transfer.
+Its message about a room's pages carries the digest of the room's prompt in the same way (`request_identity`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 import msgspec
@@ -75,9 +77,9 @@ def append_handshake(frames: list[bytes], handshake_frame: bytes) -> list[bytes]
     return [*frames, *[b""] * (HANDSHAKE_FRAME_INDEX - len(frames)), handshake_frame]
 
 
-def split_handshake(frames: list[bytes]) -> tuple[list[bytes], bytes | None]:
-    """Undo :func:`append_handshake`: SGLang's own frames and the handshake frame, or None where there is none."""
-    if len(frames) != HANDSHAKE_FRAME_INDEX + 1 or not frames[-1].startswith(MAGIC):
+def split_handshake(frames: list[bytes], magic: bytes = MAGIC) -> tuple[list[bytes], bytes | None]:
+    """Undo :func:`append_handshake`: SGLang's own frames and ours, or None where there is none with ``magic``."""
+    if len(frames) != HANDSHAKE_FRAME_INDEX + 1 or not frames[-1].startswith(magic):
         return frames, None
     own = frames[:HANDSHAKE_FRAME_INDEX]
     while own and own[-1] == b"":
@@ -86,15 +88,21 @@ def split_handshake(frames: list[bytes]) -> tuple[list[bytes], bytes | None]:
 
 
 class RegistrationSocket:
-    """Stands before SGLang's PUSH socket and adds the handshake to registration messages only."""
+    """Stands before SGLang's PUSH socket and adds the handshake to registrations and ``room_frame(room)`` to messages
+    about a room's pages."""
 
-    def __init__(self, socket: object, handshake_frame: bytes) -> None:
+    def __init__(
+        self, socket: object, handshake_frame: bytes, room_frame: Callable[[int], bytes] | None = None
+    ) -> None:
         self._socket = socket
         self._handshake_frame = handshake_frame
+        self._room_frame = room_frame
 
     def send_multipart(self, frames: list[bytes], *args: object, **kwargs: object) -> object:
         if frames and frames[0] == REGISTRATION_MARK:
             frames = append_handshake(list(frames), self._handshake_frame)
+        elif frames and frames[0].isdigit() and self._room_frame is not None:
+            frames = append_handshake(list(frames), self._room_frame(int(frames[0])))
         return self._socket.send_multipart(frames, *args, **kwargs)  # type: ignore[attr-defined]
 
     def __getattr__(self, name: str) -> object:

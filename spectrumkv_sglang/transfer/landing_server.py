@@ -265,7 +265,9 @@ class LandingServer:
         try:
             table = PrecisionTable.from_bytes(message.table, self._view.geometry)
             forbidden = forbidden_in(table, message.tiers, self._allowed_tiers)
-            registration = self._rooms.registration(message.room, message.page_start, message.page_count)
+            registration = self._rooms.registration(
+                message.room, message.page_start, message.page_count, message.prompt
+            )
         except PayloadError as error:
             self._reply(key, Refused(key[1], Reason.CONTROL_ERROR.value, str(error)))
             return

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +25,7 @@ from spectrumkv_sglang.transfer.errors import GoNativeError
 from spectrumkv_sglang.transfer.handshake import RegistrationSocket
 from spectrumkv_sglang.transfer.pool_view import PoolView, view_pool
 from spectrumkv_sglang.transfer.prefill_rank import NativeResult, OutgoingChunk, PrefillRank
+from spectrumkv_sglang.transfer.request_identity import UNKNOWN, ChunkOrigin, may_be_same
 from spectrumkv_sglang.transfer.sending_policy import ServedCandidates, serve_candidates
 from spectrumkv_sglang.transfer.served_rotation import require_rotation, with_rotation
 from spectrumkv_sglang.transfer.slot_memory import RegistrationError
@@ -36,14 +36,19 @@ from spectrumkv_sglang.version import __version__
 
 logger = logging.getLogger(__name__)
 
-_MOST_EVENTS = 4096
-
 
 class _ChunkTap:
-    """Stands before a transfer queue and remembers, per worker thread, the chunk that was taken last."""
+    """Stands before a transfer queue: marks what is put in with its origin, and remembers, per worker thread, the chunk
+    that was taken last. By its room id alone a chunk cannot be told from one of another request of the same id."""
 
     def __init__(self, queue: Any, manager: SpectrumKVManager) -> None:
         self._queue, self._manager = queue, manager
+
+    def put(self, chunk: Any, *args: Any, **kwargs: Any) -> Any:
+        origin = getattr(self._manager.current, "origin", None)
+        if origin is not None:
+            chunk.spectrumkv_origin = origin
+        return self._queue.put(chunk, *args, **kwargs)
 
     def get(self, *args: Any, **kwargs: Any) -> Any:
         self._manager.spare_sessions()
@@ -63,9 +68,9 @@ class SpectrumKVManager(MooncakeKVManager):  # type: ignore[misc]
         self.current = threading.local()
         self.prefill_rank: PrefillRank | None = None
         self.decode_rank: DecodeRank | None = None
-        self._forward_events: OrderedDict[tuple[int, int], Any] = OrderedDict()
         self.scheduler_overlaps: Callable[[], bool] = lambda: False
         self.early_send_event: Any = None
+        self.sending_prompt = UNKNOWN
         self.spectrumkv_config = load_config()
         self._server_args = server_args
         self._role = "prefill" if disaggregation_mode.value == "prefill" else "decode"
@@ -78,6 +83,9 @@ class SpectrumKVManager(MooncakeKVManager):  # type: ignore[misc]
             extra_labels=getattr(server_args, "extra_metric_labels", None),
         )
         super().__init__(args, disaggregation_mode, server_args, *rest, **named)
+        if self._role == "prefill":
+            queues = vars(self)["transfer_queues"]
+            self.transfer_queues = [_ChunkTap(queue, self) for queue in queues]
 
     # ---- set-up --------------------------------------------------------------------------------------------------
 
@@ -132,6 +140,7 @@ class SpectrumKVManager(MooncakeKVManager):  # type: ignore[misc]
                     view=view, config=config, engine=engine, host=self.local_ip, metrics=self._metrics, rank=rank
                 )
                 SpectrumKVReceiver.handshake_frame = self.decode_rank.handshake_frame
+                SpectrumKVReceiver.room_frame = self.decode_rank.prompt_frame
                 logger.info("SpectrumKV control channel at %s", self.decode_rank.handshake.control_endpoint)
             except RegistrationError as error:
                 view = GoNativeError(Reason.REGISTRATION_FAILED, str(error))
@@ -181,7 +190,7 @@ class SpectrumKVManager(MooncakeKVManager):  # type: ignore[misc]
     def close_spectrumkv(self) -> None:
         """Close this backend's threads, sockets and memory. SGLang's own stay."""
         flush_log_once()
-        SpectrumKVReceiver.handshake_frame = None
+        SpectrumKVReceiver.handshake_frame = SpectrumKVReceiver.room_frame = None
         if self.decode_rank is not None:
             self.decode_rank.close()
             self.decode_rank = None
@@ -198,11 +207,11 @@ class SpectrumKVManager(MooncakeKVManager):  # type: ignore[misc]
         self, bootstrap_room: int, kv_indices: Any, index_slice: slice, *args: Any, **kwargs: Any
     ) -> Any:
         event = self._forward_event() if torch.cuda.is_available() and self.prefill_rank is not None else None
-        if event is not None:
-            self._forward_events[(bootstrap_room, index_slice.start or 0)] = event
-            while len(self._forward_events) > _MOST_EVENTS:
-                self._forward_events.popitem(last=False)
-        return super().add_transfer_request(bootstrap_room, kv_indices, index_slice, *args, **kwargs)
+        self.current.origin = ChunkOrigin(self.sending_prompt, event)
+        try:
+            return super().add_transfer_request(bootstrap_room, kv_indices, index_slice, *args, **kwargs)
+        finally:
+            self.current.origin = None
 
     def _forward_event(self) -> Any:
         """CUDA event after the forward that writes the pages of the chunk that SGLang sends now; None: it is done.
@@ -247,6 +256,28 @@ class SpectrumKVManager(MooncakeKVManager):  # type: ignore[misc]
 
         return self._send(mooncake_session_id, prefill_kv_indices, send_natively, Reason.TP_MISMATCH)
 
+    def send_aux(self, req: Any, *args: Any, **kwargs: Any) -> Any:
+        """The first token; ``req`` is SGLang's TransferInfo of the pages that the chunk's KV went to."""
+        chunk = getattr(self.current, "chunk", None)
+        if chunk is not None and self._is_for_another(chunk, req):
+            return -1
+        return super().send_aux(req, *args, **kwargs)
+
+    def _is_for_another(self, chunk: Any, info: Any) -> bool:
+        """Whether decode's pages ``info`` wait for another request than that of ``chunk``; counted and said."""
+        ours, theirs = _origin_of(chunk).prompt, getattr(info, "spectrumkv_prompt", UNKNOWN)
+        if may_be_same(ours, theirs):
+            return False
+        self._metrics.failure(FailureCause.OTHER_REQUEST)
+        log_once(
+            logger,
+            logging.ERROR,
+            "other-request",
+            f"room {chunk.room} failed: its id is in use by two requests with different prompts, and decode's pages "
+            "are for the other one; whoever sends requests must give each a room id of its own",
+        )
+        return True
+
     def _transfer_data(self, mooncake_session_id: str, transfer_blocks: Any) -> int:
         self.current.blocks = getattr(self.current, "blocks", 0) + len(transfer_blocks)
         return int(super()._transfer_data(mooncake_session_id, transfer_blocks))
@@ -267,13 +298,16 @@ class SpectrumKVManager(MooncakeKVManager):  # type: ignore[misc]
             self._metrics.failure(FailureCause.ROOM_GONE)
             self._spare(session)
             return -1
-        start = int(chunk.index_slice.start or 0)
-        events = (self._forward_events.pop((chunk.room, start), None), getattr(chunk, "wait_event", None))
+        if self._is_for_another(chunk, info):
+            self._spare(session)
+            return -1
+        origin = _origin_of(chunk)
+        events = (origin.forward_done, getattr(chunk, "wait_event", None))
         outgoing = OutgoingChunk(
             room=chunk.room,
             session=session,
             pages=np.asarray(pages, dtype=np.int64),
-            page_start=start,
+            page_start=int(chunk.index_slice.start or 0),
             room_pages=len(info.dst_kv_indices),
             prefix_tokens=int(getattr(info, "decode_prefix_len", 0) or 0),
             last_chunk=bool(chunk.is_last_chunk),
@@ -281,6 +315,7 @@ class SpectrumKVManager(MooncakeKVManager):  # type: ignore[misc]
             room_is_live=lambda: self.request_status.get(chunk.room) not in (None, sglang_compat.kv_poll_failed()),
             forward_done=tuple(event for event in events if event is not None),
             native_misfit=self._native_misfit(session) if only is None else "",
+            prompt=origin.prompt,
         )
         code, peer_suspect = self.prefill_rank.send(outgoing, counted, only)
         if code != 0 and not peer_suspect:
@@ -332,17 +367,33 @@ class SpectrumKVManager(MooncakeKVManager):  # type: ignore[misc]
 
     # ---- decode --------------------------------------------------------------------------------------------------
 
-    def open_room(self, room: int, pages: Any) -> None:
+    def open_room(self, room: int, pages: Any, prompt: int) -> None:
         if self.decode_rank is not None:
-            self.decode_rank.open_room(room, pages)
+            self.decode_rank.open_room(room, pages, prompt)
 
     def close_room(self, room: int) -> None:
         if self.decode_rank is not None:
             self.decode_rank.close_room(room)
 
 
+def _origin_of(chunk: Any) -> ChunkOrigin:
+    origin: ChunkOrigin = getattr(chunk, "spectrumkv_origin", None) or ChunkOrigin()
+    return origin
+
+
+def _fail_if_forgotten(transfer: Any) -> None:
+    """A sender or receiver whose room another one of the same id has ended: SGLang's poll would raise KeyError there,
+    which ends the scheduler and with it every request."""
+    room = transfer.bootstrap_room
+    if transfer.conclude_state is None and room not in transfer.kv_mgr.request_status:
+        transfer.kv_mgr.record_failure(room, "Another request with the same bootstrap_room has ended.")
+        transfer.conclude_state = sglang_compat.kv_poll_failed()
+
+
 class SpectrumKVSender(MooncakeKVSender):  # type: ignore[misc]
     """SGLang's sender; on a CPU pool it keeps SGLang 0.5.23 from using pinned memory and CUDA events."""
+
+    spectrumkv_prompt = UNKNOWN
 
     def __init__(self, mgr: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(mgr, *args, **kwargs)
@@ -352,10 +403,16 @@ class SpectrumKVSender(MooncakeKVSender):  # type: ignore[misc]
     def send(self, *args: Any, **kwargs: Any) -> Any:
         # SGLang before 0.5.23 records this event for a cached prefix that is sent early, and does not read it.
         self.kv_mgr.early_send_event = getattr(self, "_early_send_wait_event", None)
+        self.kv_mgr.sending_prompt = self.spectrumkv_prompt
         try:
             return super().send(*args, **kwargs)
         finally:
             self.kv_mgr.early_send_event = None
+            self.kv_mgr.sending_prompt = UNKNOWN
+
+    def poll(self) -> Any:
+        _fail_if_forgotten(self)
+        return super().poll()
 
     def clear(self) -> Any:
         self.kv_mgr.forget_request(self.bootstrap_room)
@@ -366,19 +423,22 @@ class SpectrumKVReceiver(MooncakeKVReceiver):  # type: ignore[misc]
     """Opens the room for payloads before prefill hears of it and closes it before SGLang frees its pages."""
 
     handshake_frame: bytes | None = None
+    room_frame: Callable[[int], bytes] | None = None
+    spectrumkv_prompt = UNKNOWN
 
     @classmethod
     def _connect_to_bootstrap_server(cls, bootstrap_info: dict[str, Any]) -> tuple[Any, Any]:
         socket, lock = super()._connect_to_bootstrap_server(bootstrap_info)
         if cls.handshake_frame is not None:
-            socket = RegistrationSocket(socket, cls.handshake_frame)
+            socket = RegistrationSocket(socket, cls.handshake_frame, cls.room_frame)
         return socket, lock
 
     def send_metadata(self, kv_indices: Any, *args: Any, **kwargs: Any) -> Any:
-        self.kv_mgr.open_room(self.bootstrap_room, kv_indices)
+        self.kv_mgr.open_room(self.bootstrap_room, kv_indices, self.spectrumkv_prompt)
         return super().send_metadata(kv_indices, *args, **kwargs)
 
     def poll(self) -> Any:
+        _fail_if_forgotten(self)
         status = super().poll()
         if int(status) in sglang_compat.kv_poll_terminal():
             self.kv_mgr.close_room(self.bootstrap_room)

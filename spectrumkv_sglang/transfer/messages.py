@@ -5,7 +5,7 @@ by one msgpack-encoded tagged struct. Decoding is strict: unknown tags, missing 
 version, truncation and trailing bytes all raise :class:`ControlMessageError` that names what was expected.
 
     prefill                                        decode
-    Open(room, geometry, table, tiers, ...)    ->
+    Open(room, prompt, geometry, table, ...)   ->
                                                <-  Granted(slots) | Refused(code)
     (one Mooncake write into a landing slot)
     Commit(slot, generation, page range, ...)  ->
@@ -24,7 +24,7 @@ from spectrumkv_sglang.payload.precision_table import MAX_TIERS
 from spectrumkv_sglang.transfer.errors import ControlMessageError
 
 MAGIC = b"SKVC"
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MAX_MESSAGE_BYTES = 4 << 20
 MOST_GRANTED_SLOTS = 16  # a chunk's pipeline keeps no more busy
 MOST_UNPACK_SECONDS = 3600.0
@@ -48,6 +48,7 @@ class Open(_Message, frozen=True):
 
     boot_id: U64  # of the decode process, from its handshake: a peer that never got it is no peer
     room: U64
+    prompt: U64  # digest of the request's prompt (see request_identity); 0: not known
     page_start: U32  # first page of the chunk, counted from the first page that decode allocated for the room
     page_count: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
     geometry_digest: U64

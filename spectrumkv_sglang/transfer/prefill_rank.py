@@ -34,6 +34,7 @@ from spectrumkv_sglang.transfer.errors import ChunkFailedError, ControlMessageEr
 from spectrumkv_sglang.transfer.handshake import Handshake
 from spectrumkv_sglang.transfer.mooncake_writes import MooncakeWrites
 from spectrumkv_sglang.transfer.pool_view import PoolView
+from spectrumkv_sglang.transfer.request_identity import UNKNOWN
 from spectrumkv_sglang.transfer.room_decisions import ChunkCost, RoomDecisions
 from spectrumkv_sglang.transfer.sending_policy import SendingPolicy, ServedCandidates
 from spectrumkv_sglang.transfer.slot_memory import SlotMemory
@@ -56,7 +57,7 @@ class OutgoingChunk:
     ``pages`` are prefill's page ids; the chunk covers pages [page_start, page_start + len(pages)) of what decode
     allocated for the room. ``prefix_tokens`` of the prompt lie on decode already. ``room_pages`` is the number of
     pages that decode allocated. ``native_misfit`` says why SGLang's own path would corrupt decode's KV, if it would.
-    ``forward_done`` are CUDA events after the forward that writes the pages.
+    ``forward_done`` are CUDA events after the forward that writes the pages. ``prompt`` is the digest of the request's.
     """
 
     room: int
@@ -70,6 +71,7 @@ class OutgoingChunk:
     room_is_live: Callable[[], bool]
     forward_done: tuple[Any, ...] = ()
     native_misfit: str = ""
+    prompt: int = UNKNOWN
 
 
 @dataclass(frozen=True)
@@ -221,6 +223,7 @@ class PrefillRank:
                 table=planned.table,
                 subchunks=plan.subchunks,
                 room_is_live=chunk.room_is_live,
+                prompt=chunk.prompt,
             )
             try:
                 stats = self._sender(view).send(task)

@@ -16,12 +16,14 @@ import numpy.typing as npt
 
 from spectrumkv_sglang.observability.reasons import FailureCause
 from spectrumkv_sglang.transfer.errors import ChunkFailedError
+from spectrumkv_sglang.transfer.request_identity import UNKNOWN, may_be_same
 
 
 class _Room:
-    def __init__(self, pages: npt.NDArray[np.int64], registration: int) -> None:
+    def __init__(self, pages: npt.NDArray[np.int64], registration: int, prompt: int) -> None:
         self.pages = pages
         self.registration = registration
+        self.prompt = prompt
         self.lock = threading.Lock()
         self.live = True
 
@@ -38,11 +40,16 @@ class RoomRegistry:
         with self._lock:
             return len(self._rooms)
 
-    def register(self, room: int, pages: npt.NDArray[np.integer]) -> None:
-        """Open ``room`` for the given destination pages; a room of the same id that is still open is retired first."""
+    def register(self, room: int, pages: npt.NDArray[np.integer], prompt: int = UNKNOWN) -> None:
+        """Open ``room`` for the given destination pages; a room of the same id that is still open is retired first.
+
+        Args:
+            prompt: digest of the prompt whose KV belongs there, see `request_identity`.
+        """
         self.retire(room)
+        copied = np.array(pages, dtype=np.int64, copy=True)
         with self._lock:
-            self._rooms[room] = _Room(np.array(pages, dtype=np.int64, copy=True), next(self._registrations))
+            self._rooms[room] = _Room(copied, next(self._registrations), prompt)
 
     def retire(self, room: int) -> None:
         """Close ``room``; returns once no unpack for it is running. Unknown rooms are ignored."""
@@ -56,13 +63,25 @@ class RoomRegistry:
         with self._lock:
             return room in self._rooms
 
-    def registration(self, room: int, start: int, count: int) -> int:
-        """Which registration of ``room`` is open, if it has pages [start, start + count). Never waits for an unpack.
+    def prompt(self, room: int) -> int:
+        """Digest of the prompt for which ``room`` is open; `UNKNOWN` where none is."""
+        with self._lock:
+            entry = self._rooms.get(room)
+        return UNKNOWN if entry is None else entry.prompt
+
+    def registration(self, room: int, start: int, count: int, prompt: int = UNKNOWN) -> int:
+        """Which registration of ``room`` is open, if it is for ``prompt`` and has pages [start, start + count).
+
+        Never waits for an unpack.
 
         Raises:
-            ChunkFailedError: cause ``room_gone`` or ``page_range``.
+            ChunkFailedError: cause ``room_gone``, ``other_request`` or ``page_range``.
         """
         entry = self._entry(room)
+        if not may_be_same(prompt, entry.prompt):
+            raise ChunkFailedError(
+                FailureCause.OTHER_REQUEST, f"room {room} is open here for another prompt: a router gives each id once"
+            )
         _require_range(room, entry, start, count)
         return entry.registration
 

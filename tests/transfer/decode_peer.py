@@ -131,10 +131,10 @@ class PeerRank:
     def ask(self, do: str, **arguments: Any) -> Any:
         return self.peer.ask(do, rank=self._rank, **arguments)
 
-    def open_room(self, room: int, count: int) -> Pages:
-        """Open a room over ``count`` scattered pages, which are returned."""
+    def open_room(self, room: int, count: int, prompt: int = 0) -> Pages:
+        """Open a room over ``count`` scattered pages, which are returned, for the request with a prompt's digest."""
         pages: Pages = np.random.default_rng(room).permutation(self.pages)[:count].tolist()
-        self.ask("open_room", room=room, pages=pages)
+        self.ask("open_room", room=room, pages=pages, prompt=prompt)
         return pages
 
     def state(self) -> dict[str, int]:

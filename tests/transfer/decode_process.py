@@ -107,8 +107,8 @@ class DecodeProcess:
         if left:
             raise RuntimeError(f"threads outlived the rank: {left}")
 
-    def open_room(self, rank: int, room: int, pages: list[int]) -> None:
-        self.ranks[rank].rank.open_room(room, pages)
+    def open_room(self, rank: int, room: int, pages: list[int], prompt: int = 0) -> None:
+        self.ranks[rank].rank.open_room(room, pages, prompt)
 
     def close_room(self, rank: int, room: int) -> None:
         self.ranks[rank].rank.close_room(room)

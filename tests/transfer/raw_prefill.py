@@ -75,6 +75,7 @@ class RawPrefill:
             "chunk": chunk,
             "boot_id": self.to.handshake.boot_id,
             "room": room,
+            "prompt": 0,
             "page_start": 0,
             "page_count": pages,
             "geometry_digest": self.source.geometry.digest(),

@@ -98,6 +98,7 @@ class Target:
                     chunk=self.chunk,
                     boot_id=self.rank.handshake.boot_id,
                     room=room,
+                    prompt=0,
                     page_start=start,
                     page_count=count,
                     geometry_digest=GEOMETRY.digest(),

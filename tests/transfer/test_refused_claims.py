@@ -96,6 +96,31 @@ def test_a_room_that_was_opened_anew_takes_no_payload_of_its_former_self(
     next_room(rank, source)
 
 
+def test_a_room_that_is_open_for_another_prompt_takes_no_payload(
+    make_rank: MakeRank, make_prefill: MakePrefill
+) -> None:
+    """The former request's KV under an id that is used again: it goes into the later one's pages on no path."""
+    rank, source = make_rank(), make_prefill()
+    pages = source.some_pages(30)
+    for count in (len(pages), len(pages) + 5):
+        rank.open_room(1, count, prompt=2**64 - 1)
+        outcome = source.send(rank, 1, pages, prompt=5, room_pages=count)
+        assert (outcome.code, outcome.peer_suspect, outcome.went_native) == (-1, False, False)
+        assert outcome.failures == {"other_request": 1}
+        assert rank.is_untouched()
+    assert rank.counters() == {"other_request": 2}
+    room_pages = rank.open_room(1, len(pages), prompt=5)
+    assert source.send(rank, 1, pages, prompt=5).reason == "tiered"
+    assert_arrived(source, pages, rank, room_pages)
+    rank.ask("close_room", room=1)
+    for ours, theirs in ((0, 5), (5, 0)):  # one side could not tell
+        rank.open_room(2, len(pages), prompt=theirs)
+        assert source.send(rank, 2, pages, prompt=ours).reason == "tiered"
+        rank.ask("close_room", room=2)
+    assert idle(rank)
+    next_room(rank, source)
+
+
 def test_another_geometry_digest_is_refused(make_rank: MakeRank, make_prefill: MakePrefill, make_raw: MakeRaw) -> None:
     rank, source = make_rank(), make_prefill()
     raw = make_raw(source, rank)

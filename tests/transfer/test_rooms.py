@@ -159,6 +159,19 @@ def test_a_room_opened_anew_refuses_payloads_of_its_former_self() -> None:
         assert pages.tolist() == [1, 3]
 
 
+def test_a_room_is_open_for_one_prompt() -> None:
+    rooms = RoomRegistry()
+    rooms.register(ROOM, PAGES, 7)
+    assert (rooms.prompt(ROOM), rooms.prompt(1)) == (7, 0)
+    registration = rooms.registration(ROOM, 0, 4, 7)
+    assert rooms.registration(ROOM, 0, 4) == registration  # a peer that does not know
+    with pytest.raises(ChunkFailedError) as failure:
+        rooms.registration(ROOM, 0, 4, 8)
+    assert failure.value.cause is FailureCause.OTHER_REQUEST
+    rooms.register(ROOM, PAGES)
+    assert rooms.registration(ROOM, 0, 4, 8) == registration + 1
+
+
 def test_opening_a_room_anew_waits_for_its_former_self() -> None:
     rooms, registration = open_rooms()
     unpack = Unpack(rooms, registration)

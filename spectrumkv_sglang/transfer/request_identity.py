@@ -1,0 +1,64 @@
+"""Which request KV belongs to, where its room id does not say: a digest of the prompt, which both sides know.
+
+SGLang tells transfers apart by their room id alone. When an id is used again while the former request lives on (its
+client has left, SGLang goes on for seconds), prefill finds the new request's pages under the id, and the former one's
+KV and first token would go there. KV of an equal prompt is equal, so the digest is all that has to agree.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from spectrumkv_sglang.transfer.errors import ControlMessageError
+from spectrumkv_sglang.transfer.messages import open_envelope, seal_envelope
+
+MAGIC = b"SKVR"
+UNKNOWN = 0
+_BYTES = 8
+
+
+@dataclass(frozen=True)
+class ChunkOrigin:
+    """What the scheduler knows of a chunk when it hands it to a worker.
+
+    Attributes:
+        prompt: digest of its request's prompt.
+        forward_done: CUDA event after the forward that writes its pages, or None.
+    """
+
+    prompt: int = UNKNOWN
+    forward_done: Any = None
+
+
+def prompt_digest(token_ids: Sequence[int] | None) -> int:
+    """64-bit digest of a prompt, never `UNKNOWN`; `UNKNOWN` for None."""
+    if token_ids is None:
+        return UNKNOWN
+    raw = np.asarray(token_ids, dtype="<i8").tobytes()
+    return int.from_bytes(hashlib.blake2b(raw, digest_size=_BYTES).digest(), "little") or 1
+
+
+def may_be_same(ours: int, theirs: int) -> bool:
+    """False for digests of different prompts; one that is `UNKNOWN` may be any."""
+    return UNKNOWN in (ours, theirs) or ours == theirs
+
+
+def encode_prompt(digest: int) -> bytes:
+    """The frame that decode adds to SGLang's message about a room's pages."""
+    return seal_envelope(MAGIC, digest.to_bytes(_BYTES, "little"))
+
+
+def decode_prompt(frame: bytes | None) -> int:
+    """The digest in ``frame``; `UNKNOWN` for none and for one of another version, whose handshake says so already."""
+    if frame is None:
+        return UNKNOWN
+    try:
+        body = open_envelope(frame, MAGIC, "prompt digest")
+    except ControlMessageError:
+        return UNKNOWN
+    return int.from_bytes(body, "little") if len(body) == _BYTES else UNKNOWN

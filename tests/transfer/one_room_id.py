@@ -1,0 +1,150 @@
+"""Run in a process of its own by test_one_room_id.py: what our manager makes of a room id that two requests use.
+
+SGLang's own classes with our hooks, but no server: decode's messages as its receiver sends them, a chunk through
+SGLang's queue, and the two calls that SGLang's worker makes for it. Prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import threading
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+ROOM, SESSION, PAGES = 7, "127.0.0.1:15001", 5
+
+
+def main() -> dict[str, Any]:
+    """Every case, by name: codes of KV and of the first token, prompts that were sent, failures by cause."""
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    import numpy as np
+    from decode_process import counted
+    from prometheus_client import CollectorRegistry
+    from sglang.srt.disaggregation.base.conn import KVPoll
+    from sglang.srt.disaggregation.common.utils import FastQueue
+    from sglang.srt.disaggregation.mooncake.conn import TransferInfo
+    from sglang.srt.disaggregation.utils import DisaggregationMode
+    from sglang.srt.observability.trace import TraceNullContext
+
+    from spectrumkv_sglang import plugin
+    from spectrumkv_sglang.observability.metrics import TransferMetrics
+    from spectrumkv_sglang.transfer.handshake import RegistrationSocket
+    from spectrumkv_sglang.transfer.manager import SpectrumKVManager, SpectrumKVReceiver, SpectrumKVSender, _ChunkTap
+    from spectrumkv_sglang.transfer.request_identity import encode_prompt
+
+    pages = np.arange(PAGES, dtype=np.int32)
+
+    def marked(kind: type, token_ids: list[int], **fields: Any) -> Any:
+        transfer = kind.__new__(kind)
+        plugin._mark(transfer, SimpleNamespace(origin_input_ids=token_ids, output_ids=[], **fields))
+        return transfer
+
+    def waiting(receiver: Any, *, plain: bool = False) -> Any:
+        """Decode's pages as prefill learns of them."""
+        sent: list[list[bytes]] = []
+        socket = RegistrationSocket(
+            SimpleNamespace(send_multipart=sent.append),
+            b"",
+            None if plain else lambda room: encode_prompt(receiver.spectrumkv_prompt),
+        )
+        own = [
+            str(ROOM).encode(),
+            b"127.0.0.1",
+            b"20001",
+            SESSION.encode(),
+            pages.tobytes(),
+            b"3",
+            b"",
+            b"1",
+            b"0",
+            b"",
+        ]
+        socket.send_multipart(own)
+        info = TransferInfo.from_zmq(sent[0])
+        assert (info.room, info.dst_kv_indices.tolist(), info.dst_aux_index) == (ROOM, pages.tolist(), 3)
+        return info
+
+    def worked(sender: Any, info: Any, later: Any = None) -> dict[str, Any]:
+        """What comes of the chunk of ``sender`` when decode's pages are ``info``, or ``later`` once it is queued."""
+        registry, sent = CollectorRegistry(), []
+
+        def send(chunk: Any, send_natively: Any, only: Any) -> tuple[int, bool]:
+            sent.append(chunk.prompt)
+            return 0, False
+
+        manager = SpectrumKVManager.__new__(SpectrumKVManager)
+        raw = FastQueue()
+        vars(manager).update(
+            current=threading.local(),
+            sending_prompt=0,
+            early_send_event=None,
+            scheduler_overlaps=lambda: False,
+            disaggregation_mode=DisaggregationMode.PREFILL,
+            request_status={ROOM: KVPoll.WaitingForInput},
+            transfer_infos={ROOM: {SESSION: info}},
+            transfer_queues=[_ChunkTap(raw, manager)],
+            decode_kv_args_table={},
+            kv_args=SimpleNamespace(kv_item_lens=[64], aux_data_ptrs=[], aux_item_lens=[]),
+            enable_custom_mem_pool=False,
+            prefill_rank=SimpleNamespace(send=send),
+            session_lock=threading.Lock(),
+            failed_sessions=set(),
+            session_failures=defaultdict(int),
+            _metrics=TransferMetrics("prefill", 0, registry=registry),
+        )
+        vars(sender).update(
+            kv_mgr=manager,
+            bootstrap_room=ROOM,
+            curr_idx=0,
+            num_kv_indices=PAGES,
+            aux_index=0,
+            trace_ctx=TraceNullContext(),
+            _record_transfer_indices=lambda *args: None,
+            _prepare_send_indices=lambda indices, state=None: (indices, slice(0, PAGES), True, False),
+        )
+        sender.send(pages)
+        if later is not None:
+            manager.transfer_infos[ROOM][SESSION] = later
+        chunk = _ChunkTap(raw, manager).get()
+        assert chunk.room == ROOM
+        found = manager.transfer_infos[ROOM][SESSION]
+        kv = manager.send_kvcache(SESSION, chunk.prefill_kv_indices, [], found.dst_kv_indices, None)
+        return {
+            "kv": kv,
+            "first token": manager.send_aux(found, 0, []),
+            "prompts": sent,
+            "failures": counted(registry),
+            "banned": sorted(manager.failed_sessions),
+        }
+
+    def forgotten(kind: type) -> list[int]:
+        """What the poll of one says whose room the other request of the same id has ended, and then again."""
+        transfer, reasons = kind.__new__(kind), {}
+        manager = SimpleNamespace(request_status={}, record_failure=reasons.__setitem__, close_room=reasons.get)
+        vars(transfer).update(kv_mgr=manager, bootstrap_room=ROOM, conclude_state=None)
+        polls = [int(transfer.poll()), int(transfer.poll())]
+        assert list(reasons) == [ROOM]
+        return [*polls, int(KVPoll.Failed)]
+
+    first, second = [1, 2, 3, 4, 5], [1, 2, 3, 4, 6]
+    own, other = marked(SpectrumKVReceiver, first), marked(SpectrumKVReceiver, second)
+    return {
+        "own": worked(marked(SpectrumKVSender, first), waiting(own)),
+        "other's": worked(marked(SpectrumKVSender, first), waiting(other)),
+        "other's, once it is queued": worked(marked(SpectrumKVSender, first), waiting(own), waiting(other)),
+        "plain decode": worked(marked(SpectrumKVSender, first), waiting(own, plain=True)),
+        "forgotten": [forgotten(SpectrumKVSender), forgotten(SpectrumKVReceiver)],
+        "images": worked(marked(SpectrumKVSender, first, multimodal_inputs=object()), waiting(other)),
+    }
+
+
+if __name__ == "__main__":
+    os.environ["SPECTRUMKV_ACTIVE"] = "spectrumkv"
+    # The plugin takes this process for a scheduler, which has a parent.
+    multiprocessing.parent_process = multiprocessing.current_process  # type: ignore[assignment]
+    print("RESULT " + json.dumps(main()))
