@@ -86,8 +86,16 @@ class AttentionObserver:
         self._kernels = _kernels(k_buffers, req_to_token, scores, backend)
 
     def observe(self, q: torch.Tensor, layer: Any, forward_batch: Any) -> None:
-        """Add what ``layer`` attended to. ``q`` is [tokens, q heads * head dim] or [tokens, q heads, head dim]."""
+        """Add what ``layer`` attended to.
+
+        Args:
+            q: [tokens, q heads * head dim] or [tokens, q heads, head dim]; of Gemma 3 [1, tokens, q heads, head dim].
+            layer: SGLang's RadixAttention.
+            forward_batch: SGLang's ForwardBatch.
+        """
         try:
+            if q.dim() == 4:
+                q = q.flatten(0, 1)
             if not forward_batch.forward_mode.is_extend_without_speculative():
                 return
             if getattr(layer, "is_cross_attention", False):

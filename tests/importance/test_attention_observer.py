@@ -172,6 +172,23 @@ def test_what_the_layer_was_given_is_left_alone(window: int) -> None:
     assert rank.errors == 0
 
 
+def test_queries_count_alike_in_every_shape_that_models_give_them() -> None:
+    """Flat, by heads, and with a batch dimension, which Gemma 3's attention has; that one after a transpose, too."""
+    q = torch.randn(20, HEADS, DIM)
+    shapes = [q.flatten(1), q, q[None], q.transpose(0, 1).contiguous().transpose(0, 1)[None]]
+    found = []
+    for given in shapes:
+        rank = Rank()
+        batch = rank.batch(0, 20)
+        for index in range(LAYERS):
+            rank.observer.observe(given, Layer(index), batch)
+        assert rank.errors == 0
+        found.append(rank.published(20))
+    assert bool((found[0] > 0).all())
+    for other in found[1:]:
+        assert torch.equal(other, found[0])
+
+
 def test_the_kernels_are_not_for_what_they_cannot_take() -> None:
     with pytest.raises(ValueError, match=r"the importance kernels take .*; use the torch backend"):
         AttentionObserver(
