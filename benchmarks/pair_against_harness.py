@@ -84,7 +84,7 @@ class Comparison:
 def ask_pair(options: argparse.Namespace, profile: str, windows: Sequence[TextWindow]) -> list[PairAnswer]:
     """Answers of a pair that serves ``profile`` (NAME@BUDGET)."""
     name, _, budget = profile.partition("@")
-    log_path = (options.out / "logs" / f"{profile}.jsonl").resolve()
+    log_path = (options.out / "logs" / f"{Path(profile).name}.jsonl").resolve()
     log_path.unlink(missing_ok=True)
     env = {"SPECTRUMKV_PROFILE": name, "SPECTRUMKV_REQUIRE_PROBE": "false"}
     if budget:
@@ -123,7 +123,7 @@ def _server(options: argparse.Namespace, profile: str, role: Role, env: dict[str
         env={**env, "SPECTRUMKV_TRANSFER_LOG": str(log_path)} if role is Role.PREFILL else env,
         extra_args=(*(_GPU_FLAGS if device is Device.CUDA else ()), "--dtype", options.dtype, *options.flags),
     )
-    return SGLangServer(spec, f"{role.value}-{profile}", log_dir=options.out / "logs")
+    return SGLangServer(spec, f"{role.value}-{Path(profile).name}", log_dir=options.out / "logs")
 
 
 def compare(
