@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
+from spectrumkv_sglang.evaluation.attention_tap import LayerAttention
 from spectrumkv_sglang.evaluation.model import EvalModel
 from spectrumkv_sglang.evaluation.windows import TextWindow
-from spectrumkv_sglang.importance.attention import observed_attention
 
 SINK_KEYS = 16
 """First keys of a sequence, which streaming heads attend to."""
@@ -33,30 +33,13 @@ class FarAttention:
     def __init__(self) -> None:
         self.shares: list[list[float]] = []
 
-    def observe(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float,
-        window: int | None,
-        cap: float | None,
-    ) -> None:
-        """Add one layer; arguments as `PrefillObserver.observe` takes them."""
-        q, k = query[0].transpose(0, 1), key[0].transpose(0, 1)
-        tokens, kv_heads = k.shape[:2]
+    def observe(self, layer: LayerAttention) -> None:
+        """Add one layer."""
+        tokens = layer.key.shape[2]
         queries = torch.arange(max(0, tokens - LAST_QUERIES), tokens)
-        chosen = q[queries.to(q.device)]
-        group = q.shape[1] // kv_heads
         far = slice(SINK_KEYS, max(SINK_KEYS, tokens - LAST_QUERIES - RECENT_KEYS))
-        found = []
-        for head in range(kv_heads):
-            own = chosen[:, head * group : (head + 1) * group]
-            sums, _ = observed_attention(
-                own, k[:, head : head + 1], queries, scaling, None if window is None else window - 1, cap
-            )
-            found.append(float(sums[far].sum()) / len(queries))
-        self.shares.append(found)
+        by_head = layer.received_by_head(queries)
+        self.shares.append([float(sums[far].sum()) / len(queries) for sums, _ in by_head])
 
 
 def head_scores(model: EvalModel, windows: Sequence[TextWindow], prefix_tokens: int) -> list[list[float]]:

@@ -23,19 +23,64 @@ from spectrumkv_sglang.importance.scores import SlotScores
 ATTENTION_NAME = "spectrumkv_observed"
 
 
+@dataclass(frozen=True)
+class LayerAttention:
+    """How one layer attends to one sequence.
+
+    Attributes:
+        query: [1, q_heads, tokens, head_dim].
+        key: [1, kv_heads, tokens, head_dim].
+        value: [1, kv_heads, tokens, v_head_dim].
+        scaling: factor on the logits.
+        window: keys that a query sees, its own included (``sliding_window`` of a config); None for all.
+        cap: of the logits, or None.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    scaling: float
+    window: int | None = None
+    cap: float | None = None
+
+    def received(self, sampled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What ``observed_attention`` gives for the queries ``sampled``, over all heads."""
+        return self._received(self._chosen(sampled), self._keys, sampled)
+
+    def received_by_head(self, sampled: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The same for the query heads of each KV head apart."""
+        keys = self._keys
+        for head, own in enumerate(self._chosen(sampled).chunk(keys.shape[1], dim=1)):
+            yield self._received(own, keys[:, head : head + 1], sampled)
+
+    def weighted(self, sampled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``received`` with each KV head's attention times its values' norms."""
+        norms = self.value[0].float().norm(dim=-1)
+        norms /= norms.mean(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+        by_head = list(self.received_by_head(sampled))
+        total = torch.zeros_like(norms[0])
+        for norm, (column_sums, _) in zip(norms, by_head, strict=True):
+            total += column_sums * norm / len(norms)
+        _, could_attend = by_head[0]  # the same for all heads
+        return total, could_attend
+
+    @property
+    def _keys(self) -> torch.Tensor:
+        return self.key[0].transpose(0, 1)
+
+    def _chosen(self, sampled: torch.Tensor) -> torch.Tensor:
+        return self.query[0].transpose(0, 1)[sampled.to(self.query.device)]
+
+    def _received(self, q: torch.Tensor, k: torch.Tensor, sampled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        window = None if self.window is None else self.window - 1
+        return observed_attention(q, k, sampled, self.scaling, window, self.cap)
+
+
 class AttentionObserver(Protocol):
     """What is shown every attention layer of a forward."""
 
-    def observe(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float,
-        window: int | None,
-        cap: float | None,
-    ) -> None:
-        """One layer's attention, as `PrefillObserver.observe` takes it."""
+    def observe(self, layer: LayerAttention) -> None:
+        """Called layer by layer."""
 
 
 class PrefillObserver:
@@ -58,34 +103,11 @@ class PrefillObserver:
             readers.append((self.scores[name], seen.normalised))
         self._sampled = {queries: torch.from_numpy(queries.sample_queries(tokens)) for queries, _ in self._readers}
 
-    def observe(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float,
-        window: int | None,
-        cap: float | None,
-    ) -> None:
-        """Add one layer's attention.
-
-        Args:
-            query: [1, q_heads, tokens, head_dim].
-            key: [1, kv_heads, tokens, head_dim].
-            value: [1, kv_heads, tokens, v_head_dim].
-            scaling: factor on the logits.
-            window: keys that a query sees, its own included (``sliding_window`` of a config); None for all.
-            cap: of the logits, or None.
-        """
-        q, k = query[0].transpose(0, 1), key[0].transpose(0, 1)
-        attends = _Attention(scaling, None if window is None else window - 1, cap)
+    def observe(self, layer: LayerAttention) -> None:
+        """Add one layer's attention."""
         for (queries, value_weighted), readers in self._readers.items():
             sampled = self._sampled[queries]
-            chosen = q[sampled.to(q.device)]
-            if value_weighted:
-                column_sums, could_attend = attends.weighted(chosen, k, sampled, value[0])
-            else:
-                column_sums, could_attend = attends.received(chosen, k, sampled)
+            column_sums, could_attend = layer.weighted(sampled) if value_weighted else layer.received(sampled)
             for scores, normalised in readers:
                 queries_seen = could_attend if normalised else torch.full_like(could_attend, len(sampled))
                 scores.add(self._slots, column_sums, queries_seen)
@@ -94,32 +116,6 @@ class PrefillObserver:
         """The prefill is over: what was observed may be read."""
         for scores in self.scores.values():
             scores.publish(self._slots)
-
-
-@dataclass(frozen=True)
-class _Attention:
-    """How one layer attends."""
-
-    scaling: float
-    window: int | None
-    cap: float | None
-
-    def received(self, q: torch.Tensor, k: torch.Tensor, sampled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What ``observed_attention`` gives."""
-        return observed_attention(q, k, sampled, self.scaling, self.window, self.cap)
-
-    def weighted(
-        self, q: torch.Tensor, k: torch.Tensor, sampled: torch.Tensor, values: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same with each KV head's attention times its values' norms; ``values`` [kv_heads, tokens, v_head_dim]."""
-        norms = values.float().norm(dim=-1)
-        norms /= norms.mean(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-        heads = len(values)
-        total, could_attend = torch.zeros_like(norms[0]), torch.zeros_like(norms[0])
-        for head, own in enumerate(q.chunk(heads, dim=1)):
-            column_sums, could_attend = self.received(own, k[:, head : head + 1], sampled)
-            total += column_sums * norms[head] / heads
-        return total, could_attend
 
 
 _OBSERVER: ContextVar[AttentionObserver | None] = ContextVar("observer", default=None)
@@ -163,7 +159,7 @@ def _observed_attention(
     cap: float | None = options.pop("softcap", None)
     observer = _OBSERVER.get()
     if observer is not None:
-        observer.observe(query, key, value, scale, options.get("sliding_window"), cap)
+        observer.observe(LayerAttention(query, key, value, scale, options.get("sliding_window"), cap))
     if cap:
         return _capped_attention(query, key, value, attention_mask, scale, cap), None
     attended, _ = sdpa_attention_forward(

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from spectrumkv_sglang.calibration.head_scores import LAST_QUERIES, RECENT_KEYS, SINK_KEYS, FarAttention
+from spectrumkv_sglang.evaluation.attention_tap import LayerAttention
 
 TOKENS, DIM = 512, 32
 STRONG = 200.0
@@ -20,7 +21,7 @@ def _shares(attended: list[int], window: int | None = None, groups: int = 2) -> 
         key[0, head, position, 0] = 1
         query[0, head * groups : (head + 1) * groups, :, 0] = STRONG
     observer = FarAttention()
-    observer.observe(query, key, key, 1.0, window, None)
+    observer.observe(LayerAttention(query, key, key, 1.0, window))
     [shares] = observer.shares
     return shares
 
@@ -41,7 +42,9 @@ def test_a_layer_with_a_short_window_sees_nothing_far() -> None:
 
 def test_even_attention_is_shared_by_the_number_of_keys() -> None:
     observer = FarAttention()
-    observer.observe(torch.zeros(1, 2, TOKENS, DIM), torch.zeros(1, 1, TOKENS, DIM), torch.zeros(1), 1.0, None, None)
+    observer.observe(
+        LayerAttention(torch.zeros(1, 2, TOKENS, DIM), torch.zeros(1, 1, TOKENS, DIM), torch.zeros(1), 1.0)
+    )
     far = TOKENS - LAST_QUERIES - RECENT_KEYS - SINK_KEYS
     seen = [TOKENS - LAST_QUERIES + number + 1 for number in range(LAST_QUERIES)]
     assert observer.shares[0] == pytest.approx([sum(far / keys for keys in seen) / LAST_QUERIES])
@@ -49,5 +52,5 @@ def test_even_attention_is_shared_by_the_number_of_keys() -> None:
 
 def test_a_prefix_without_far_keys_scores_0() -> None:
     observer = FarAttention()
-    observer.observe(torch.zeros(1, 1, 100, DIM), torch.zeros(1, 1, 100, DIM), torch.zeros(1), 1.0, None, None)
+    observer.observe(LayerAttention(torch.zeros(1, 1, 100, DIM), torch.zeros(1, 1, 100, DIM), torch.zeros(1), 1.0))
     assert observer.shares == [[0.0]]
