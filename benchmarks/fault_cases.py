@@ -119,37 +119,47 @@ class FaultBench:
         print(f"{'ok  ' if row.passed else 'BAD '} {row}", flush=True)
         return row
 
+    def at_stage(
+        self, role: Role, stage: str, action: str, then: Callable[[], tuple[float, float]]
+    ) -> tuple[str, float, float]:
+        """Ask with ``action`` armed at ``stage``; ``then``, once it happened: seconds of recovery and of a restart."""
+        with self.pair.armed(role, stage, action) as fired, ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(self.ask, 3)
+            if not appears(fired, VICTIM_TIMEOUT_SECONDS):
+                return f"{NOT_REACHED} ({asked.result()})", 0.0, 0.0
+            recovery, restart = then()
+            return asked.result(), recovery, restart
+
+    def _go_on(self, role: Role) -> None:
+        for process in family(self.servers[role]):
+            process.send_signal(signal.SIGCONT)
+
     def stop(self, role: Role, stage: str) -> Row:
         """SIGSTOP at ``stage``, SIGCONT after a while."""
 
+        def then() -> tuple[float, float]:
+            time.sleep(STOPPED_SECONDS)
+            self._go_on(role)
+            return self.until_right(0), 0.0
+
         def act() -> tuple[str, float, float]:
-            with self.pair.armed(role, stage, "stop") as fired, ThreadPoolExecutor(1) as pool:
-                asked = pool.submit(self.ask, 3)
-                if not appears(fired, VICTIM_TIMEOUT_SECONDS):
-                    return f"{NOT_REACHED} ({asked.result()})", 0.0, 0.0
-                time.sleep(STOPPED_SECONDS)
-                for process in family(self.servers[role]):
-                    process.send_signal(signal.SIGCONT)
-                recovery = self.until_right(0)
-                return asked.result(), recovery, 0.0
+            return self.at_stage(role, stage, "stop", then)
 
         return self.case(f"{role.value} stopped {STOPPED_SECONDS:g} s", stage, act)
 
     def kill(self, role: Role, stage: str) -> Row:
         """SIGKILL of the scheduler at ``stage``; the server is started again."""
 
+        def then() -> tuple[float, float]:
+            started = time.monotonic()
+            self.fleet.stop([self.servers[role]])
+            self.pair.start(role)
+            self.fleet.wait_ready([self.servers[role]], timeout_seconds=self.ready_seconds)
+            restart = time.monotonic() - started
+            return restart + self.until_right(0), restart
+
         def act() -> tuple[str, float, float]:
-            with self.pair.armed(role, stage, "kill") as fired, ThreadPoolExecutor(1) as pool:
-                asked = pool.submit(self.ask, 3)
-                if not appears(fired, VICTIM_TIMEOUT_SECONDS):
-                    return f"{NOT_REACHED} ({asked.result()})", 0.0, 0.0
-                started = time.monotonic()
-                self.fleet.stop([self.servers[role]])
-                self.pair.start(role)
-                self.fleet.wait_ready([self.servers[role]], timeout_seconds=self.ready_seconds)
-                restart = time.monotonic() - started
-                recovery = restart + self.until_right(0)
-                return asked.result(), recovery, restart
+            return self.at_stage(role, stage, "kill", then)
 
         return self.case(f"{role.value} killed", stage, act, lost=role)
 
@@ -172,17 +182,14 @@ class FaultBench:
         if link is None:
             raise SpectrumKVError("the case link needs --link-faults, which needs root")
 
+        def then() -> tuple[float, float]:
+            with link.cut():
+                self._go_on(role)
+                time.sleep(LINK_DOWN_SECONDS)
+            return self.until_right(0), 0.0
+
         def act() -> tuple[str, float, float]:
-            with self.pair.armed(role, stage, "stop") as fired, ThreadPoolExecutor(1) as pool:
-                asked = pool.submit(self.ask, 3)
-                if not appears(fired, VICTIM_TIMEOUT_SECONDS):
-                    return f"{NOT_REACHED} ({asked.result()})", 0.0, 0.0
-                with link.cut():
-                    for process in family(self.servers[role]):
-                        process.send_signal(signal.SIGCONT)
-                    time.sleep(LINK_DOWN_SECONDS)
-                recovery = self.until_right(0)
-                return asked.result(), recovery, 0.0
+            return self.at_stage(role, stage, "stop", then)
 
         return self.case(f"link down {LINK_DOWN_SECONDS:g} s", f"{role.value} {stage}", act)
 

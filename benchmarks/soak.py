@@ -39,6 +39,7 @@ from soak_report import Soak
 from soak_watch import Quiet, Watch
 from soak_windows import Windows
 
+from spectrumkv_sglang.config import SpectrumKVConfig
 from spectrumkv_sglang.errors import SpectrumKVError
 from spectrumkv_sglang.launch.model import fetch_model
 from spectrumkv_sglang.launch.netns import linked_hosts
@@ -51,6 +52,7 @@ _SECONDS_FOR_THE_END = 40.0
 _SECONDS_FOR_A_KILL = 100.0
 # A server that is killed late has no life left to be watched.
 _LAST_KILL = 0.75
+_SLOTS_PER_CHUNK: int = SpectrumKVConfig.model_fields["slots_per_chunk"].default
 
 
 class SoakBench:
@@ -258,7 +260,7 @@ def main() -> int:
     logs = made(options.logs or out / "logs")
     env = SETTINGS | {"SPECTRUMKV_PROFILE": options.profile, "SPECTRUMKV_LANDING_SLOTS": str(options.landing_slots)}
     env |= {"SPECTRUMKV_REQUIRE_PROBE": "false", "SPECTRUMKV_SLOT_WAIT_S": str(options.slot_wait)}
-    env["SPECTRUMKV_SLOTS_PER_CHUNK"] = str(min(6, options.landing_slots))
+    env["SPECTRUMKV_SLOTS_PER_CHUNK"] = str(min(_SLOTS_PER_CHUNK, options.landing_slots))
     if options.budget is not None:
         env["SPECTRUMKV_BUDGET"] = str(options.budget)
     model = options.model or fetch_model(Path("build/models"))
