@@ -39,6 +39,7 @@ PEER = Handshake(
     allowed_tiers=[0, 1, 2],
     knows_rotation=True,
     control_key="",
+    codecs=[],
 )
 SESSION, NATIVE_BYTES = "10.0.0.2:15000", 1e6
 CODEC_SPEED = 1e3

@@ -83,6 +83,7 @@ VARIANTS = (
     Variant("plain-tuned"),
     Variant("fp8-kv", flags=("--kv-cache-dtype", "fp8_e4m3")),
     Variant("native-packed", "native-packed", 1.0),
+    Variant("native-packed-zstd", "native-packed", 1.0, prefill_env={"SPECTRUMKV_CODEC": "zstd"}),
     Variant("int8", "int8"),
     Variant("near-lossless-0.5", "near-lossless", 0.5),
     Variant("balanced-0.3", "balanced", 0.3),

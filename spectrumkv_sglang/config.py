@@ -40,6 +40,7 @@ from spectrumkv_sglang.config_file import (
     suggestion,
 )
 from spectrumkv_sglang.importance.scorers import Scorer, make_scorer, scorer_names
+from spectrumkv_sglang.lossless.codec import CodecName
 from spectrumkv_sglang.payload.layout import bytes_per_row
 from spectrumkv_sglang.profiles.profile import Profile, load_profile
 from spectrumkv_sglang.profiles.tier import Tier, require_high
@@ -117,6 +118,10 @@ class SpectrumKVConfig(BaseSettings):
     )
     profile: ProfileName = Field(
         default="balanced", description="name of a shipped precision profile, or path of a .yaml file"
+    )
+    codec: CodecName = Field(
+        default=CodecName.none,
+        description="lossless compression of payloads, where a link is slow enough for it to pay: none or zstd",
     )
     sink_tokens: int = Field(
         default=4, ge=0, le=65536, description="first tokens of a prompt that are always HIGH; tokens"

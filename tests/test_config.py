@@ -13,6 +13,7 @@ from spectrumkv_sglang.config import LAUNCH_CONFIG_KEYS, ConfigError, SpectrumKV
 from spectrumkv_sglang.errors import SpectrumKVError
 from spectrumkv_sglang.importance.scorers import RandomScorer, WindowScorer
 from spectrumkv_sglang.launch_config import LaunchConfig
+from spectrumkv_sglang.lossless.codec import CodecName
 from spectrumkv_sglang.profiles.tier import Tier
 from spectrumkv_sglang.tuning.settings import ControllerSettings
 from spectrumkv_sglang.verification.record import ProbeRecord
@@ -31,6 +32,7 @@ def test_defaults() -> None:
         "budget": 0.3,
         "allowed_tiers": (Tier.HIGH, Tier.MID, Tier.LOW),
         "profile": "balanced",
+        "codec": CodecName.none,
         "sink_tokens": 4,
         "recent_tokens": 64,
         "min_tokens": 64,
@@ -123,6 +125,7 @@ def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
         ("landing_slots", "32", 32),
         ("staging_slots", "1", 1),
         ("tune_tcp", "false", False),
+        ("codec", "zstd", CodecName.zstd),
         ("slots_per_chunk", "8", 8),
         ("open_timeout_s", "0.5", 0.5),
         ("slot_wait_s", "0", 0.0),

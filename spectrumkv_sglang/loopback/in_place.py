@@ -20,6 +20,7 @@ from spectrumkv_sglang.loopback.plan import InPlaceRecord
 from spectrumkv_sglang.payload.precision_table import PrecisionTable
 from spectrumkv_sglang.profiles.tier import Tier
 from spectrumkv_sglang.transfer.chunk_planner import BytesSent, ChunkPlanner, PlannedChunk
+from spectrumkv_sglang.transfer.lossless_stage import Restoring
 from spectrumkv_sglang.transfer.messages import Commit
 from spectrumkv_sglang.transfer.packing import PackJob, pack_into_slot, pieces_of
 from spectrumkv_sglang.transfer.pool_view import PoolView
@@ -71,6 +72,7 @@ class InPlaceTransfer:
         self._view, self._config = view, config
         self._planner = ChunkPlanner(view, config, config.make_scorer(), scores)
         self._memory = SlotMemory(_NothingLeaves(), 1, config.slot_bytes, view.device)
+        self._restoring = Restoring(self._memory)
         self._rooms = RoomRegistry()
         self._prompts: dict[str, _Prompt] = {}
 
@@ -124,7 +126,7 @@ class InPlaceTransfer:
             for packed in prompt.packed:
                 self._memory.view(0, len(packed.payload)).copy_(packed.payload)
                 job = UnpackJob(packed.commit, prompt.room, registration, packed.table)
-                unpack_commit(job, self._view, self._memory, self._rooms)
+                unpack_commit(job, self._view, self._memory, self._rooms, self._restoring)
         finally:
             self._rooms.retire(prompt.room)
         high, mid, low = prompt.tokens_by_tier.tolist()

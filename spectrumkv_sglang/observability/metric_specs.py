@@ -103,6 +103,16 @@ TRANSPORT_INFO = MetricSpec(
     ("transport", "variable", "value"),
 )
 
+CODEC_PAYLOADS = MetricSpec(
+    "codec_payloads_total", Kind.COUNTER, "Payloads that met the lossless codec, by what it did.", ("outcome",)
+)
+CODEC_BYTES = MetricSpec(
+    "codec_bytes_total", Kind.COUNTER, "Bytes of compressed payloads, before and after.", ("side",)
+)
+CODEC_SECONDS = MetricSpec(
+    "codec_seconds", Kind.HISTOGRAM, "Seconds to compress one payload on prefill.", buckets=STAGE_SECONDS
+)
+
 DECISIONS = MetricSpec(
     "controller_decisions_total",
     Kind.COUNTER,
@@ -147,6 +157,9 @@ METRICS: tuple[MetricSpec, ...] = (
     PROBE_STATE,
     CONFIG_INFO,
     TRANSPORT_INFO,
+    CODEC_PAYLOADS,
+    CODEC_BYTES,
+    CODEC_SECONDS,
     DECISIONS,
     SWITCHES,
     VIOLATIONS,

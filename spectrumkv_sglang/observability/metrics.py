@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 from spectrumkv_sglang.observability import metric_specs as specs
 from spectrumkv_sglang.observability.once import log_once
 from spectrumkv_sglang.observability.reasons import (
+    CodecOutcome,
     DecisionReason,
     FailureCause,
     Path,
@@ -248,6 +249,19 @@ class TransferMetrics:
     def wait(self, wait: Wait, seconds: float) -> None:
         """Time that a chunk spent waiting, seconds."""
         self._histogram(specs.WAIT_SECONDS, wait=wait.value).observe(seconds)
+
+    @_never_raises
+    def codec(self, outcome: CodecOutcome, before: int, after: int) -> None:
+        """Counts one payload that met the lossless codec, and its bytes where it was compressed."""
+        self._counter(specs.CODEC_PAYLOADS, outcome=outcome.value).inc()
+        if outcome is CodecOutcome.COMPRESSED:
+            self._counter(specs.CODEC_BYTES, side="in").inc(before)
+            self._counter(specs.CODEC_BYTES, side="out").inc(after)
+
+    @_never_raises
+    def codec_seconds(self, seconds: float) -> None:
+        """Compressing one payload, seconds."""
+        self._histogram(specs.CODEC_SECONDS).observe(seconds)
 
     @_never_raises
     def landing_slots(self, *, free: int, in_use: int, quarantined: int) -> None:

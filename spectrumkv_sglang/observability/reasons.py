@@ -136,6 +136,22 @@ class DecisionReason(str, Enum):
         return _DECISION_MEANING[self]
 
 
+class CodecOutcome(str, Enum):
+    """What the configured lossless codec did with a payload, or why it let it pass."""
+
+    COMPRESSED = "compressed"
+    LINK_UNKNOWN = "link_unknown"
+    LINK_FAST = "link_fast"
+    NO_GAIN = "no_gain"
+    PEER_LACKS_CODEC = "peer_lacks_codec"
+    WRONG_MEMORY = "wrong_memory"
+
+    @property
+    def meaning(self) -> str:
+        """One line for logs and docs."""
+        return _CODEC_MEANING[self]
+
+
 class FailureCause(str, Enum):
     """Why a tiered chunk failed after it was started."""
 
@@ -183,6 +199,15 @@ _DECISION_MEANING: dict[DecisionReason, str] = {
     DecisionReason.ACCURACY_FLOOR: "a faster or the safe candidate would lose more than max_kl: one that does not",
     DecisionReason.SLO: "the candidates around the fastest would miss the TTFT target: another, or the fastest of all",
     DecisionReason.COOLDOWN: "a candidate that missed its target too often rests: the fastest of the others",
+}
+
+_CODEC_MEANING: dict[CodecOutcome, str] = {
+    CodecOutcome.COMPRESSED: "compressed: the link saves more time than the codec takes",
+    CodecOutcome.LINK_UNKNOWN: "no write to this peer has shown yet how fast the link is",
+    CodecOutcome.LINK_FAST: "the link is too fast for the codec to pay",
+    CodecOutcome.NO_GAIN: "next to nothing to take off, as from all quantised codes",
+    CodecOutcome.PEER_LACKS_CODEC: "decode cannot bring payloads of this codec back: install its package there",
+    CodecOutcome.WRONG_MEMORY: "slots lie in device memory (RDMA), where this codec does not work",
 }
 
 _REASON_MEANING: dict[Reason, str] = {

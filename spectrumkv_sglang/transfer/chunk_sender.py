@@ -22,6 +22,7 @@ from spectrumkv_sglang.transfer.chunk_state import ChunkStats, ChunkTask, InFlig
 from spectrumkv_sglang.transfer.control_channel import ControlChannels
 from spectrumkv_sglang.transfer.decode_answers import failure, refusal
 from spectrumkv_sglang.transfer.errors import ChunkFailedError, ControlMessageError, GoNativeError
+from spectrumkv_sglang.transfer.lossless_stage import Compressing, Stored
 from spectrumkv_sglang.transfer.messages import (
     MOST_GRANTED_SLOTS,
     Close,
@@ -59,6 +60,7 @@ class ChunkSender:
         memory, staging: this rank's registered staging slots and their bookkeeping (shared by the worker threads).
         writes: Mooncake.
         channels: control channels of this thread.
+        compressing: the lossless stage; None: there is none.
     """
 
     def __init__(
@@ -71,9 +73,11 @@ class ChunkSender:
         writes: MooncakeWrites,
         channels: ControlChannels,
         metrics: TransferMetrics,
+        compressing: Compressing | None = None,
     ) -> None:
         self._view, self._config, self._memory, self._staging = view, config, memory, staging
         self._writes, self._channels, self._metrics = writes, channels, metrics
+        self._compressing = compressing
         self._packs_ahead = packs_ahead(view.device)
 
     def send(self, task: ChunkTask) -> ChunkStats:
@@ -187,13 +191,22 @@ class ChunkSender:
         self._commit_ended_writes(task, flight, stats)
         while len(flight.writing) >= MOST_WRITES:
             self._commit(task, flight, stats)
-        length = packing.job.piece.subchunk.payload_bytes
+        stored = self._stored(task, packing)
         source = self._memory.address(packing.staging.index)
-        write = self._writes.submit(task.session, source, packing.remote.address, length)
+        write = self._writes.submit(task.session, source, packing.remote.address, stored.length)
         flight.packing.popleft()
-        flight.writing.append(Writing(packing.job, packing.staging, packing.remote, packed.checksum, write))
+        flight.writing.append(Writing(packing.job, packing.staging, packing.remote, packed.checksum, stored, write))
         stats.writes += 1
-        stats.wire_bytes += length
+        stats.wire_bytes += stored.length
+
+    def _stored(self, task: ChunkTask, packing: Packing) -> Stored:
+        """How the packed payload is to be written: as it is, or compressed in its slot."""
+        length = packing.job.piece.subchunk.payload_bytes
+        if self._compressing is None:
+            return Stored(length)
+        return self._compressing.shrink(
+            packing.staging.index, length, task.table.digest(), task.session, task.peer.codecs
+        )
 
     def _commit_ended_writes(self, task: ChunkTask, flight: InFlight, stats: ChunkStats) -> None:
         """Tell decode of every payload that is complete by now, so that unpacking does not wait for the next pack."""
@@ -210,7 +223,12 @@ class ChunkSender:
         self._metrics.write(seconds)
         flight.channel.send(
             written.job.commit(
-                chunk=flight.chunk, slot=written.remote.slot, page_start=task.page_start, checksum=written.checksum
+                chunk=flight.chunk,
+                slot=written.remote.slot,
+                page_start=task.page_start,
+                checksum=written.checksum,
+                codec=written.stored.codec,
+                stored=written.stored.length if written.stored.codec else 0,
             )
         )
         flight.unanswered[written.job.piece.sequence] = written.remote.slot

@@ -13,6 +13,7 @@ from spectrumkv_sglang.payload.precision_table import PrecisionTable
 from spectrumkv_sglang.payload.subchunks import SubChunk
 from spectrumkv_sglang.transfer.control_channel import ControlChannel
 from spectrumkv_sglang.transfer.handshake import Handshake
+from spectrumkv_sglang.transfer.lossless_stage import Stored
 from spectrumkv_sglang.transfer.messages import SlotGrant
 from spectrumkv_sglang.transfer.mooncake_writes import PendingWrite
 from spectrumkv_sglang.transfer.packing import Packed, PackJob
@@ -78,6 +79,7 @@ class Writing:
     staging: Slot
     remote: SlotGrant
     checksum: int
+    stored: Stored
     write: PendingWrite
 
 

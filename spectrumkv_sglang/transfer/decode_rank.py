@@ -87,6 +87,7 @@ class DecodeRank:
             slot_bytes=config.slot_bytes,
             landing_slots=config.landing_slots,
             allowed_tiers=[int(tier) for tier in config.allowed_tiers],
+            codecs=self.server.codecs,
             knows_rotation=view.rotation is not None,
             control_key=keys.fingerprint if keys is not None else "",
         )

@@ -15,7 +15,7 @@ import msgspec
 
 from spectrumkv_sglang.profiles.tier import Tier
 from spectrumkv_sglang.transfer.errors import ControlMessageError
-from spectrumkv_sglang.transfer.messages import TierList, open_envelope, seal_envelope
+from spectrumkv_sglang.transfer.messages import CodecText, TierList, open_envelope, seal_envelope
 
 MAGIC = b"SKVH"
 REGISTRATION_MARK = b"None"
@@ -41,6 +41,7 @@ class Handshake(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     allowed_tiers: TierList  # those that decode accepts; HIGH is among them
     knows_rotation: bool  # whether decode can rotate keys again that were rotated back by their position
     control_key: Annotated[str, msgspec.Meta(max_length=64)]  # ControlKeys.fingerprint; "": no secret is asked for
+    codecs: Annotated[list[CodecText], msgspec.Meta(max_length=8)]  # lossless ones that decode can bring back
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -26,6 +26,7 @@ from spectrumkv_sglang.profiles.tier import Tier
 from spectrumkv_sglang.transfer.control_keys import ControlKeys
 from spectrumkv_sglang.transfer.control_listener import ControlListener
 from spectrumkv_sglang.transfer.errors import ChunkFailedError, ControlMessageError
+from spectrumkv_sglang.transfer.lossless_stage import Restoring
 from spectrumkv_sglang.transfer.messages import (
     MOST_UNPACK_SECONDS,
     Close,
@@ -119,6 +120,7 @@ class LandingServer:
     ) -> None:
         self._view, self._memory, self._pool, self._rooms, self._metrics = view, memory, pool, rooms, metrics
         self._allowed_tiers, self._boot_id = allowed_tiers, boot_id
+        self._restoring = Restoring(memory)
         self._lease_seconds, self._slot_wait_seconds, self._clock = lease_seconds, slot_wait_seconds, clock
         self._chunks: dict[ChunkKey, _OpenChunk] = {}
         self._waiting: list[_Waiting] = []
@@ -142,6 +144,11 @@ class LandingServer:
         ]
         for thread in self._threads:
             thread.start()
+
+    @property
+    def codecs(self) -> list[str]:
+        """Lossless codecs whose payloads can be brought back."""
+        return list(self._restoring.codecs)
 
     def open_chunks(self) -> int:
         """Number of chunks that hold or await slots."""
@@ -174,7 +181,7 @@ class LandingServer:
         failure: ChunkFailedError | None = None
         seconds = 0.0
         try:
-            seconds = unpack_commit(job, self._view, self._memory, self._rooms)
+            seconds = unpack_commit(job, self._view, self._memory, self._rooms, self._restoring)
         except ChunkFailedError as error:
             failure = error
         except Exception as error:

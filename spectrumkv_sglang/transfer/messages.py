@@ -24,7 +24,7 @@ from spectrumkv_sglang.payload.precision_table import MAX_TIERS
 from spectrumkv_sglang.transfer.errors import ControlMessageError
 
 MAGIC = b"SKVC"
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 MAX_MESSAGE_BYTES = 4 << 20
 MOST_GRANTED_SLOTS = 16  # a chunk's pipeline keeps no more busy
 MOST_UNPACK_SECONDS = 3600.0
@@ -37,6 +37,7 @@ TierList = Annotated[
     list[Annotated[int, msgspec.Meta(ge=0, lt=MAX_TIERS)]], msgspec.Meta(min_length=1, max_length=MAX_TIERS)
 ]
 Text = Annotated[str, msgspec.Meta(max_length=2048)]
+CodecText = Annotated[str, msgspec.Meta(max_length=16)]
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -80,8 +81,9 @@ class Refused(_Message, frozen=True):
     message: Text
 
 
-class Commit(_Message, frozen=True):
-    """The payload lies complete in the slot; decode may verify and unpack it."""
+class Commit(_Message, frozen=True, omit_defaults=True):
+    """The payload lies complete in the slot; decode may verify and unpack it. Fields of a codec that was not used cost
+    nothing on the wire."""
 
     sequence: U32
     slot: U32
@@ -93,6 +95,8 @@ class Commit(_Message, frozen=True):
     tier_map: Annotated[bytes, msgspec.Meta(max_length=MAX_MESSAGE_BYTES)]
     length: U64
     checksum: U64
+    codec: CodecText = ""  # lossless codec that the slot's bytes are made with; "": they are the payload
+    stored: U64 = 0  # bytes in the slot, where there is a codec
 
 
 class Done(_Message, frozen=True):

@@ -68,7 +68,9 @@ class PackJob:
     piece: Piece
     table: PrecisionTable
 
-    def commit(self, *, chunk: int, slot: int, page_start: int, checksum: int) -> Commit:
+    def commit(
+        self, *, chunk: int, slot: int, page_start: int, checksum: int, codec: str = "", stored: int = 0
+    ) -> Commit:
         """What tells decode of the packed payload.
 
         Args:
@@ -76,6 +78,8 @@ class PackJob:
             slot: landing slot that the payload was written to.
             page_start: first page of the chunk, counted in the room.
             checksum: of the payload.
+            codec: lossless codec that it was compressed with; "": none.
+            stored: bytes that were written, where there is a codec.
         """
         piece = self.piece
         return Commit(
@@ -90,6 +94,8 @@ class PackJob:
             tier_map=encode_tier_map(piece.tiers, self.table.tiers),
             length=piece.subchunk.payload_bytes,
             checksum=checksum,
+            codec=codec,
+            stored=stored,
         )
 
 

@@ -19,6 +19,7 @@ import zmq
 from spectrumkv_sglang.config import SpectrumKVConfig
 from spectrumkv_sglang.importance.scorers import AttentionScorer
 from spectrumkv_sglang.importance.scores import SlotScores
+from spectrumkv_sglang.lossless.codec import make_codec
 from spectrumkv_sglang.observability.metrics import TransferMetrics
 from spectrumkv_sglang.observability.once import log_once
 from spectrumkv_sglang.observability.reasons import FailureCause, Path, Reason
@@ -32,6 +33,7 @@ from spectrumkv_sglang.transfer.control_channel import ControlChannels
 from spectrumkv_sglang.transfer.control_keys import ControlKeys
 from spectrumkv_sglang.transfer.errors import ChunkFailedError, ControlMessageError, GoNativeError
 from spectrumkv_sglang.transfer.handshake import Handshake
+from spectrumkv_sglang.transfer.lossless_stage import Compressing
 from spectrumkv_sglang.transfer.mooncake_writes import MooncakeWrites
 from spectrumkv_sglang.transfer.pool_view import PoolView
 from spectrumkv_sglang.transfer.request_identity import UNKNOWN
@@ -41,7 +43,9 @@ from spectrumkv_sglang.transfer.slot_memory import SlotMemory
 from spectrumkv_sglang.transfer.slot_pool import SlotPool
 from spectrumkv_sglang.transfer.tier_agreement import forbidden_in
 from spectrumkv_sglang.transfer.warm_up import warm_up
+from spectrumkv_sglang.tuning.bandwidth import LinkClock
 from spectrumkv_sglang.tuning.decision import Decision
+from spectrumkv_sglang.tuning.peer_links import PeerLinks
 
 logger = logging.getLogger(__name__)
 
@@ -119,12 +123,16 @@ class PrefillRank:
             self._memory = SlotMemory(engine, config.staging_slots, config.slot_bytes, view.device)
             self._staging = SlotPool(config.staging_slots, config.quarantine_s)
             policies = [SendingPolicy.of(config)]
+            links = PeerLinks()
+            codec = make_codec(config.codec)
+            self._compressing = Compressing(codec, self._memory, links, metrics) if codec is not None else None
+            sinks = [links.sample] if codec is not None else []
             if served is not None:
                 self.decisions = RoomDecisions(
-                    served, config.controller, view, min_tokens=config.min_tokens, metrics=metrics
+                    served, config.controller, view, min_tokens=config.min_tokens, metrics=metrics, link_sinks=sinks
                 )
                 policies += served.policies.values()
-            clock = self.decisions.clock if self.decisions is not None else None
+            clock = self.decisions.clock if self.decisions is not None else LinkClock(*sinks) if sinks else None
             self._writes = MooncakeWrites(engine, config.write_timeout_s, clock)
             # A profile of one tier has nothing to choose: no forward is to pay for observing its attention.
             observed = any(len(policy.usable_tiers) > 1 for policy in policies)
@@ -357,6 +365,7 @@ class PrefillRank:
                 writes=self._writes,
                 channels=ControlChannels(self._context, self._keys),
                 metrics=self._metrics,
+                compressing=self._compressing,
             )
         return sender
 

@@ -16,6 +16,7 @@ from spectrumkv_sglang.payload.precision_table import PrecisionTable
 from spectrumkv_sglang.payload.prologue import Prologue
 from spectrumkv_sglang.payload.tier_map import decode_tier_map
 from spectrumkv_sglang.transfer.errors import ChunkFailedError
+from spectrumkv_sglang.transfer.lossless_stage import Restoring
 from spectrumkv_sglang.transfer.messages import Commit
 from spectrumkv_sglang.transfer.pool_view import PoolView
 from spectrumkv_sglang.transfer.rooms import RoomRegistry
@@ -38,7 +39,9 @@ def pool_slots_of_pages(pages: np.ndarray, page_size: int) -> torch.Tensor:
     return torch.from_numpy(slots.reshape(-1))
 
 
-def unpack_commit(job: UnpackJob, view: PoolView, memory: SlotMemory, rooms: RoomRegistry) -> float:
+def unpack_commit(
+    job: UnpackJob, view: PoolView, memory: SlotMemory, rooms: RoomRegistry, restoring: Restoring
+) -> float:
     """Check every claim of ``job`` against our own knowledge, then write the room's pages. Returns seconds.
 
     Raises:
@@ -63,7 +66,7 @@ def unpack_commit(job: UnpackJob, view: PoolView, memory: SlotMemory, rooms: Roo
             rotated.check(geometry.layers, rows)
     except PayloadError as error:
         raise ChunkFailedError(FailureCause.BAD_MESSAGE, str(error)) from error
-    payload = memory.load_from_slot(commit.slot, commit.length)
+    payload = restoring.payload(commit)
     announced = Prologue(
         room=job.room,
         generation=commit.generation,

@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from spectrumkv_sglang.observability.metric_specs import METRICS, PROCESS_LABELS, Kind
 from spectrumkv_sglang.observability.metrics import TransferMetrics
 from spectrumkv_sglang.observability.reasons import (
+    CodecOutcome,
     DecisionReason,
     FailureCause,
     Path,
@@ -235,6 +236,7 @@ def test_docs_explain_every_reason_and_failure() -> None:
     assert documented_rows("Decisions") == [
         [reason.value, reason.meaning.replace("`", "")] for reason in DecisionReason
     ]
+    assert documented_rows("Codec") == [[outcome.value, outcome.meaning] for outcome in CodecOutcome]
 
 
 def test_names_follow_prometheus_and_sglang() -> None:

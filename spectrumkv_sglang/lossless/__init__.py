@@ -1,0 +1,1 @@
+"""Lossless compression of packed payloads, where the link is slow enough for it to pay."""

@@ -1,0 +1,96 @@
+"""Lossless codecs: what goes in comes back, and nothing else is believed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spectrumkv_sglang.errors import SpectrumKVError
+from spectrumkv_sglang.lossless import codec as codecs
+from spectrumkv_sglang.lossless.codec import CodecName, LosslessCodec, installed_codecs, make_codec
+from spectrumkv_sglang.payload.errors import PayloadError
+
+EVERY = sorted(set(CodecName) - {CodecName.none})
+
+
+def bytes_of(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def made(name: CodecName) -> LosslessCodec:
+    codec = make_codec(name)
+    assert codec is not None
+    return codec
+
+
+@pytest.mark.parametrize("name", EVERY)
+@given(data=st.binary(min_size=1, max_size=4096), repeated=st.integers(1, 40))
+def test_what_goes_in_comes_back(name: CodecName, data: bytes, repeated: int) -> None:
+    codec, source = made(name), bytes_of(data * repeated)
+    out = torch.empty(source.numel() * 2 + 1024, dtype=torch.uint8)
+    left = codec.compress(source, out)
+    assert left is not None
+    back = torch.empty_like(source)
+    codec.decompress(out[:left], back)
+    assert torch.equal(back, source)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_payload_shrinks_in_its_own_place_or_stays_as_it_is(name: CodecName) -> None:
+    codec = made(name)
+    compressible = torch.arange(100_000, dtype=torch.int32).view(torch.uint8)
+    before = compressible.clone()
+    left = codec.compress(compressible, compressible)
+    assert left is not None
+    assert left < 0.7 * before.numel()
+    back = torch.empty_like(before)
+    codec.decompress(compressible[:left].clone(), back)
+    assert torch.equal(back, before)
+
+    noise = torch.randint(0, 256, (100_000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    kept = noise.clone()
+    assert codec.compress(noise, noise) is None
+    assert torch.equal(noise, kept)
+
+
+@pytest.mark.parametrize("name", EVERY)
+@given(data=st.binary(max_size=300), cut=st.integers(0, 300), flipped=st.integers(0, 2**16))
+def test_damaged_data_is_refused_or_has_the_announced_length(
+    name: CodecName, data: bytes, cut: int, flipped: int
+) -> None:
+    """What a flipped bit does inside the right length is the checksum's to find."""
+    codec, source = made(name), bytes_of(bytes(range(250)) * 4)
+    whole = torch.empty(4096, dtype=torch.uint8)
+    left = codec.compress(source, whole)
+    assert left is not None
+    good = whole[:left].clone()
+    flips = good.clone()
+    flips[flipped % left] ^= 1 << (flipped % 8)
+    for damaged in (bytes_of(data), good[:cut], flips, torch.cat((good, bytes_of(b"x")))):
+        out = torch.zeros(source.numel(), dtype=torch.uint8)
+        try:
+            codec.decompress(damaged, out)
+        except PayloadError:
+            assert not out.any()  # refused before anything was written
+    for length in (source.numel() - 1, source.numel() + 1):
+        with pytest.raises(PayloadError, match=f"expected {length} bytes inside, got {source.numel()}"):
+            codec.decompress(good, torch.empty(length, dtype=torch.uint8))
+
+
+def test_a_zstd_frame_that_claims_more_is_refused_before_anything_is_allocated() -> None:
+    claims_a_terabyte = b"\x28\xb5\x2f\xfd" + bytes([0xE0]) + (2**40).to_bytes(8, "little") + b"\x01\x00\x00"
+    assert zstandard.get_frame_parameters(claims_a_terabyte).content_size == 2**40
+    with pytest.raises(PayloadError, match=f"expected 64 bytes inside, got {2**40}"):
+        made(CodecName.zstd).decompress(bytes_of(claims_a_terabyte), torch.empty(64, dtype=torch.uint8))
+
+
+def test_a_codec_without_its_package_is_named_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert make_codec(CodecName.none) is None
+    assert "zstd" in installed_codecs()
+    monkeypatch.setattr(codecs.importlib.util, "find_spec", lambda module: None)
+    assert installed_codecs() == {}
+    with pytest.raises(SpectrumKVError, match=r"zstd needs the Python package zstandard: pip install .*\[codec\]"):
+        make_codec(CodecName.zstd)
