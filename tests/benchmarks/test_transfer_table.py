@@ -134,8 +134,8 @@ def test_variants_are_grouped_by_the_servers_that_they_need() -> None:
     groups = groups_of(VARIANTS, 6)
     assert [[variant.name for variant in group] for group in groups] == [
         ["plain", "plain-tuned", "fp8-kv"],
-        ["native-packed", "int8", "near-lossless-0.5", "balanced-0.3", "aggressive-0.2"],
-        ["spectrum-0.5", "spectrum-0.35", "spectrum-0.28"],
+        ["native-packed", "native-packed-zstd", "int8", "near-lossless-0.5", "balanced-0.3"],
+        ["aggressive-0.2", "spectrum-0.5", "spectrum-0.35", "spectrum-0.28"],
     ]
     assert [len(group) for group in groups_of(VARIANTS, 2)] == [1] * len(VARIANTS)
     with pytest.raises(SpectrumKVError, match="expected at least 2"):
