@@ -120,16 +120,17 @@ def _row(nvcomp: Any, codec: GpuCodec, payload: Payload) -> GpuRow:
         packed = own.encode(source)
         torch.cuda.synchronize()
         packed_bytes = int(packed.buffer_size)
-        restored = torch.from_dlpack(own.decode(packed))
+        restored = torch.utils.dlpack.from_dlpack(own.decode(packed))
         torch.cuda.synchronize()
         if not torch.equal(restored.view(torch.uint8).flatten(), data):
             raise ValueError("what it decompressed is not what it compressed")
-        seconds, reused = [], []
-        for timed in (_compressions(own, source), _decompressions(own, source, packed, torch.empty_like(data))):
-            taken, into_buffers = _seconds(timed, stream, codec.name)
-            seconds.append(taken)
-            reused.append(into_buffers)
-    return GpuRow(payload.name, codec.name, Outcome(len(data), packed_bytes, *seconds), reused_buffers=all(reused))
+        compress, reused = _seconds(_compressions(own, source), stream, codec.name)
+        out = torch.zeros_like(data)
+        decompress, reused_out = _seconds(_decompressions(own, packed, out), stream, codec.name)
+        if reused_out and not torch.equal(out, data):
+            raise ValueError("what it decompressed into a buffer that was there is not what it compressed")
+    outcome = Outcome(len(data), packed_bytes, compress, decompress)
+    return GpuRow(payload.name, codec.name, outcome, reused_buffers=reused and reused_out)
 
 
 @dataclass(frozen=True)
@@ -149,9 +150,9 @@ def _compressions(own: Any, source: Any) -> _Timed:
     return _Timed(prepared, lambda: own.encode(source))
 
 
-def _decompressions(own: Any, source: Any, packed: Any, out: torch.Tensor) -> _Timed:
+def _decompressions(own: Any, packed: Any, out: torch.Tensor) -> _Timed:
     def prepared() -> Callable[[], object]:
-        configuration = own.decompression_config(own.compression_config(source.buffer_size))
+        configuration = own.decompression_config(packed)  # waits for the header, as decode's first call would
         return lambda: own.decode(packed, out=out, decompression_config=configuration)
 
     return _Timed(prepared, lambda: own.decode(packed))
