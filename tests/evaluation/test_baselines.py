@@ -144,14 +144,17 @@ def test_profiles_and_baselines_of_the_same_scheme_agree(
 
 def test_bytes_of_affine_keys(prefix: PrefixKV) -> None:
     params = 4 * KV_HEADS * (2 * TOKENS + HEAD_DIM)  # scale and zero a row of K and of V, mean and scale a channel
-    assert AffineKeysBaseline(4).move(prefix).wire_bytes == LAYERS * (2 * CELLS // 2 + params)
-    assert AffineKeysBaseline(3).move(prefix).wire_bytes == LAYERS * (2 * CELLS * 3 // 8 + params)
+    assert AffineKeysBaseline(4, False).move(prefix).wire_bytes == LAYERS * (2 * CELLS // 2 + params)
+    assert AffineKeysBaseline(3, True).move(prefix).wire_bytes == LAYERS * (2 * CELLS * 3 // 8 + params)
 
 
 @pytest.mark.parametrize("bits", [3, 4])
-def test_a_large_channel_costs_the_others_nothing_once_its_mean_is_out(prefix: PrefixKV, bits: int) -> None:
+@pytest.mark.parametrize("by_deviation", [True, False])
+def test_a_large_channel_costs_the_others_nothing_once_its_mean_is_out(
+    prefix: PrefixKV, bits: int, by_deviation: bool
+) -> None:
     """Channel 5 is 20 larger than the others: by row it takes the levels of the whole head."""
-    affine, by_row = AffineKeysBaseline(bits).move(prefix), RowGroupsBaseline(bits, HEAD_DIM).move(prefix)
+    affine, by_row = AffineKeysBaseline(bits, by_deviation).move(prefix), RowGroupsBaseline(bits, HEAD_DIM).move(prefix)
     assert key_error(prefix, affine) < key_error(prefix, by_row) / 8
     without = dataclasses.replace(prefix, view=prefix.copied_view())
     for keys in without.view.buffers.k:
@@ -161,13 +164,25 @@ def test_a_large_channel_costs_the_others_nothing_once_its_mean_is_out(prefix: P
     assert torch.equal(affine.buffers.v[0], by_row.buffers.v[0])
 
 
-def test_a_channel_that_is_constant_or_beyond_float16_stays_finite(prefix: PrefixKV) -> None:
+@pytest.mark.parametrize("by_deviation", [True, False])
+def test_a_channel_that_is_constant_or_beyond_float16_stays_finite(prefix: PrefixKV, by_deviation: bool) -> None:
     odd = dataclasses.replace(prefix, view=prefix.copied_view())
     odd.view.buffers.k[0][..., 1] = 3.0
     odd.view.buffers.k[0][..., 2] = 1e9
-    arrived = AffineKeysBaseline(4).move(odd).buffers.k[0]
+    arrived = AffineKeysBaseline(4, by_deviation).move(odd).buffers.k[0]
     assert arrived.isfinite().all()
     assert torch.equal(arrived[..., 1], odd.view.buffers.k[0][..., 1])
+
+
+def test_a_channel_of_another_size_costs_no_more_than_its_size(prefix: PrefixKV) -> None:
+    """With a scale of its own a channel 16 times as large leaves the others as they arrive without it."""
+    large = dataclasses.replace(prefix, view=prefix.copied_view())
+    for keys in large.view.buffers.k:
+        keys[..., 5] = (keys[..., 5] - 20) * 16
+    for by_deviation in (True, False):
+        errors = [key_error(own, AffineKeysBaseline(4, by_deviation).move(own)) for own in (prefix, large)]
+        assert errors[1] == pytest.approx(errors[0], rel=0.05)
+        assert errors[1] < key_error(large, RowGroupsBaseline(4, HEAD_DIM).move(large)) / 8
 
 
 @pytest.mark.parametrize(("group", "groups"), [(16, 4), (32, 2), (48, 2), (64, 1)])

@@ -15,29 +15,35 @@ from spectrumkv_sglang.kernels.quantisers.base import round_scale
 
 @dataclass(frozen=True)
 class AffineKeysBaseline(LayerwiseBaseline):
-    """Keys minus their channel's mean, over the channel's standard deviation, then rounded like values: with a scale
-    and a zero for each token and head. Mean and deviation are taken over the tokens of the chunk and sent in float16.
+    """Keys minus their channel's mean, over the channel's scale, then rounded like values: with a scale and a zero for
+    each token and head. The channel's mean and scale are taken over the tokens of the chunk and sent in float16.
 
     Per-channel keys without blocks: what is large in a channel throughout is taken out once, and every row still
     decodes alone. What changes from token to token inside a channel stays, and rounding by row bears it.
 
     Args:
         bits: of keys and of values.
+        by_deviation: whether a channel's scale is its standard deviation; else the largest distance from its mean, so
+            that no channel reaches further than another.
     """
 
     bits: int
+    by_deviation: bool
 
     @property
     def description(self) -> str:
         """One line for people."""
-        return f"{self.bits} bits per token, keys minus each channel's mean over its deviation, of the whole chunk"
+        scale = "standard deviation" if self.by_deviation else "largest distance from it"
+        return f"{self.bits} bits per token, keys minus their channel's mean over its {scale}, both of the whole chunk"
 
     def keys(self, keys: torch.Tensor, prefix: PrefixKV, layer: int) -> torch.Tensor:
         """Per token and head, behind the affine map."""
         mean = round_zero(keys.mean(0, keepdim=True)).float()
-        # About the mean that travels: what float16 rounds off a large mean is in the deviation.
-        scale, divisor = round_scale((keys - mean).square().mean(0, keepdim=True).sqrt())
-        return affine_groups((keys - mean) / divisor, self.bits, 2, keys.shape[2]) * scale.float() + mean
+        # About the mean that travels: what float16 rounds off a large mean is in the scale.
+        centred = keys - mean
+        deviation, reach = centred.square().mean(0, keepdim=True).sqrt(), centred.abs().amax(0, keepdim=True)
+        scale, divisor = round_scale(deviation if self.by_deviation else reach)
+        return affine_groups(centred / divisor, self.bits, 2, keys.shape[2]) * scale.float() + mean
 
     def values(self, values: torch.Tensor, prefix: PrefixKV, layer: int) -> torch.Tensor:
         """Per token and head."""

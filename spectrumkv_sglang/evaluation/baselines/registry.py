@@ -25,7 +25,8 @@ FIXED: Mapping[str, Method] = MappingProxyType(
         "kivi-4-w32": KiviBaseline(4, 32),
         **{f"kvquant-{bits}": ChannelKeysBaseline(bits, before_rotation=True) for bits in (2, 3, 4)},
         **{f"channel-{bits}": ChannelKeysBaseline(bits, before_rotation=False) for bits in (2, 3, 4)},
-        **{f"affine-row-{bits}": AffineKeysBaseline(bits) for bits in (2, 3, 4)},
+        **{f"affine-row-{bits}": AffineKeysBaseline(bits, by_deviation=False) for bits in (2, 3, 4)},
+        **{f"affine-row-{bits}-sd": AffineKeysBaseline(bits, by_deviation=True) for bits in (3, 4)},
         **{f"group-{size}-{bits}": RowGroupsBaseline(bits, size) for size in (16, 32) for bits in (2, 3, 4)},
         "paper-balanced": PaperBalancedBaseline(),
     }
