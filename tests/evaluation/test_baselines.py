@@ -9,15 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from spectrumkv_sglang.evaluation.baselines.affine_keys import AffineKeysBaseline
 from spectrumkv_sglang.evaluation.baselines.channel_keys import ChannelKeysBaseline
 from spectrumkv_sglang.evaluation.baselines.kivi import KiviBaseline
 from spectrumkv_sglang.evaluation.baselines.paper import PaperBalancedBaseline, PaperGreedyBaseline, token_bytes
 from spectrumkv_sglang.evaluation.baselines.pdtrim import RECENT_TOKENS, SINK_TOKENS, DropTokensBaseline
 from spectrumkv_sglang.evaluation.baselines.registry import BUDGETED, FIXED
 from spectrumkv_sglang.evaluation.baselines.rounding import affine_groups, symmetric
+from spectrumkv_sglang.evaluation.baselines.row_groups import RowGroupsBaseline
 from spectrumkv_sglang.evaluation.errors import EvaluationError
 from spectrumkv_sglang.evaluation.methods import make_methods
 from spectrumkv_sglang.evaluation.prefix import Method, MovedKV, PrefixKV
+from spectrumkv_sglang.kernels.precision import Precision
+from spectrumkv_sglang.kernels.quantisers import quantiser_for
 
 from .conftest import HEAD_DIM, KV_HEADS, LAYERS, TOKENS
 
@@ -136,6 +140,81 @@ def test_profiles_and_baselines_of_the_same_scheme_agree(
             own = prefix.view.buffers.of(layer, kv).float()
             errors = [float((moved.buffers.of(layer, kv).float() - own).square().mean()) for moved in (served, rounded)]
             assert errors[0] == pytest.approx(errors[1], rel=1e-3)
+
+
+def test_bytes_of_affine_keys(prefix: PrefixKV) -> None:
+    params = 4 * KV_HEADS * (2 * TOKENS + HEAD_DIM)  # scale and zero a row of K and of V, mean and scale a channel
+    assert AffineKeysBaseline(4, False).move(prefix).wire_bytes == LAYERS * (2 * CELLS // 2 + params)
+    assert AffineKeysBaseline(3, True).move(prefix).wire_bytes == LAYERS * (2 * CELLS * 3 // 8 + params)
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+@pytest.mark.parametrize("by_deviation", [True, False])
+def test_a_large_channel_costs_the_others_nothing_once_its_mean_is_out(
+    prefix: PrefixKV, bits: int, by_deviation: bool
+) -> None:
+    """Channel 5 is 20 larger than the others: by row it takes the levels of the whole head."""
+    affine, by_row = AffineKeysBaseline(bits, by_deviation).move(prefix), RowGroupsBaseline(bits, HEAD_DIM).move(prefix)
+    assert key_error(prefix, affine) < key_error(prefix, by_row) / 8
+    without = dataclasses.replace(prefix, view=prefix.copied_view())
+    for keys in without.view.buffers.k:
+        keys[..., 5] -= 20
+    expected = key_error(without, RowGroupsBaseline(bits, HEAD_DIM).move(without))
+    assert key_error(prefix, affine) == pytest.approx(expected, rel=0.1)
+    assert torch.equal(affine.buffers.v[0], by_row.buffers.v[0])
+
+
+@pytest.mark.parametrize("by_deviation", [True, False])
+def test_a_channel_that_is_constant_or_beyond_float16_stays_finite(prefix: PrefixKV, by_deviation: bool) -> None:
+    odd = dataclasses.replace(prefix, view=prefix.copied_view())
+    odd.view.buffers.k[0][..., 1] = 3.0
+    odd.view.buffers.k[0][..., 2] = 1e9
+    arrived = AffineKeysBaseline(4, by_deviation).move(odd).buffers.k[0]
+    assert arrived.isfinite().all()
+    assert torch.equal(arrived[..., 1], odd.view.buffers.k[0][..., 1])
+
+
+def test_a_channel_of_another_size_costs_no_more_than_its_size(prefix: PrefixKV) -> None:
+    """With a scale of its own a channel 16 times as large leaves the others as they arrive without it."""
+    large = dataclasses.replace(prefix, view=prefix.copied_view())
+    for keys in large.view.buffers.k:
+        keys[..., 5] = (keys[..., 5] - 20) * 16
+    for by_deviation in (True, False):
+        errors = [key_error(own, AffineKeysBaseline(4, by_deviation).move(own)) for own in (prefix, large)]
+        assert errors[1] == pytest.approx(errors[0], rel=0.05)
+        assert errors[1] < key_error(large, RowGroupsBaseline(4, HEAD_DIM).move(large)) / 8
+
+
+@pytest.mark.parametrize(("group", "groups"), [(16, 4), (32, 2), (48, 2), (64, 1)])
+def test_bytes_of_groups_of_a_row(prefix: PrefixKV, group: int, groups: int) -> None:
+    moved = RowGroupsBaseline(4, group).move(prefix)
+    assert moved.wire_bytes == LAYERS * (2 * CELLS // 2 + 2 * 4 * KV_HEADS * TOKENS * groups)
+
+
+@pytest.mark.parametrize(("bits", "precision"), [(3, Precision.INT3), (4, Precision.INT4)])
+@pytest.mark.parametrize("group", [16, 32])
+def test_groups_of_a_row_are_the_served_quantiser_on_shorter_heads(
+    prefix: PrefixKV, bits: int, precision: Precision, group: int
+) -> None:
+    moved, quantiser = RowGroupsBaseline(bits, group).move(prefix), quantiser_for(precision)
+    wire_bytes = 0
+    for layer in range(LAYERS):
+        for kv in (0, 1):
+            own = prefix.view.buffers.of(layer, kv)
+            heads = own.reshape(TOKENS, -1, group)
+            codes, params = quantiser.quantise(heads)
+            wire_bytes += codes.numel() + params.numel() * params.itemsize
+            served = quantiser.dequantise(codes, params, own.dtype).reshape(own.shape)
+            errors = [float((x.float() - own).square().mean()) for x in (served, moved.buffers.of(layer, kv))]
+            assert errors[0] == pytest.approx(errors[1], rel=1e-3)
+    assert moved.wire_bytes == wire_bytes
+
+
+def test_smaller_groups_cost_more_bytes_and_lose_less(prefix: PrefixKV) -> None:
+    rows = [RowGroupsBaseline(4, group).move(prefix) for group in (16, 32, 64)]
+    assert rows[0].wire_bytes > rows[1].wire_bytes > rows[2].wire_bytes
+    errors = [key_error(prefix, moved) for moved in rows]
+    assert errors[0] < errors[1] < errors[2]
 
 
 def test_a_rotation_that_is_not_known_is_refused(prefix: PrefixKV) -> None:

@@ -81,7 +81,7 @@ def test_every_baseline_can_be_named(tmp_path: Path) -> None:
         (["spectrum@"], [], "'' is no budget"),
         (["spectrum:best"], [], "unknown scorer 'best'; choose from window"),
         (["int8@0.5"], [], "a profile of one tier has one size; leave @0.5 out"),
-        (["int8"], ["nothing"], r"--baseline nothing: unknown; choose from channel-2.*pdtrim"),
+        (["int8"], ["nothing"], r"--baseline nothing: unknown; choose from affine-row-2.*pdtrim"),
         (["int8"], ["pdtrim"], r"without a budget \(pdtrim@0.35\) is compared with a profile of several tiers"),
         (["int8"], ["kivi-2@0.3"], "leave @ and : out"),
         (["spectrum"], ["random-tiers@0.3"], "it takes budget and profile from --profile"),

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+from spectrumkv_sglang.evaluation.baselines.affine_keys import AffineKeysBaseline
 from spectrumkv_sglang.evaluation.baselines.channel_keys import ChannelKeysBaseline
 from spectrumkv_sglang.evaluation.baselines.kivi import KiviBaseline
 from spectrumkv_sglang.evaluation.baselines.paper import PaperBalancedBaseline, PaperGreedyBaseline
 from spectrumkv_sglang.evaluation.baselines.pdtrim import DropTokensBaseline
+from spectrumkv_sglang.evaluation.baselines.row_groups import RowGroupsBaseline
 from spectrumkv_sglang.evaluation.prefix import Method
 from spectrumkv_sglang.evaluation.scorers import evaluated_scorers
 from spectrumkv_sglang.kernels.precision import Precision
@@ -23,6 +25,9 @@ FIXED: Mapping[str, Method] = MappingProxyType(
         "kivi-4-w32": KiviBaseline(4, 32),
         **{f"kvquant-{bits}": ChannelKeysBaseline(bits, before_rotation=True) for bits in (2, 3, 4)},
         **{f"channel-{bits}": ChannelKeysBaseline(bits, before_rotation=False) for bits in (2, 3, 4)},
+        **{f"affine-row-{bits}": AffineKeysBaseline(bits, by_deviation=False) for bits in (2, 3, 4)},
+        **{f"affine-row-{bits}-sd": AffineKeysBaseline(bits, by_deviation=True) for bits in (3, 4)},
+        **{f"group-{size}-{bits}": RowGroupsBaseline(bits, size) for size in (16, 32) for bits in (2, 3, 4)},
         "paper-balanced": PaperBalancedBaseline(),
     }
 )

@@ -1,0 +1,189 @@
+"""nvCOMP's codecs on payloads in GPU memory: ratios, and speeds by CUDA events."""
+
+from __future__ import annotations
+
+import importlib
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lossless_outcome import Outcome
+from lossless_payloads import Payload
+
+WARM_UP, RUNS = 3, 21
+FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, MemoryError)
+"""What nvCOMP, pybind11 and torch raise. One codec's failure leaves the others' rows."""
+VIEWS = {"|u1": torch.uint8, "|f1": torch.uint8, "<i2": torch.int16, "<f2": torch.float16}
+"""How a payload is shown to nvCOMP for a data type: to it bfloat16 is a half like any other."""
+
+
+@dataclass(frozen=True)
+class GpuCodec:
+    """One way to call nvCOMP.
+
+    Attributes:
+        name: of the column.
+        algorithm: nvCOMP's name.
+        data_type: array-protocol type that the codec takes the bytes for; None: it takes no such option.
+        elements: of the payloads that it is for (`Payload.element`).
+        options: others of `nvcomp.Codec`.
+        policy: member of `nvcomp.ExecutionPolicy`; None leaves it at nvCOMP's own choice.
+    """
+
+    name: str
+    algorithm: str
+    data_type: str | None = None
+    elements: tuple[str, ...] = ("byte", "half", "e4m3")
+    options: Mapping[str, Any] = field(default_factory=dict)
+    policy: str | None = None
+
+
+CODECS = (
+    GpuCodec("ANS", "ANS", "|u1"),
+    GpuCodec("ANS, latency", "ANS", "|u1", policy="LATENCY"),
+    GpuCodec("ANS, half", "ANS", "<f2", ("half",)),
+    GpuCodec("ANS, half, latency", "ANS", "<f2", ("half",), policy="LATENCY"),
+    GpuCodec("ANS, E4M3", "ANS", "|f1", ("e4m3",)),
+    GpuCodec("Bitcomp", "Bitcomp", "|u1"),
+    GpuCodec("Bitcomp, int16", "Bitcomp", "<i2", ("half",)),
+    GpuCodec("Bitcomp, half", "Bitcomp", "<f2", ("half",)),
+    GpuCodec("GDeflate, entropy only", "GDeflate", options={"algorithm_type": 0}),
+    GpuCodec("LZ4", "LZ4", "|u1"),
+    GpuCodec("Snappy", "Snappy"),
+    GpuCodec("zstd", "Zstd"),
+    GpuCodec("Cascaded", "Cascaded", "|u1"),
+)
+"""Those that are most wanted first: an error that loses the CUDA context ends the run."""
+
+
+@dataclass(frozen=True)
+class GpuRow:
+    """What one codec did with one payload: an outcome, or the error in its place.
+
+    ``reused_buffers``: whether the timed calls wrote into buffers made before them; otherwise nvCOMP made its own.
+    """
+
+    payload: str
+    codec: str
+    outcome: Outcome | None = None
+    error: str | None = None
+    reused_buffers: bool = True
+
+
+def load_nvcomp() -> Any:
+    """The module, or an end of the program that says what is missing."""
+    if not torch.cuda.is_available():
+        sys.exit("--device cuda: torch sees no GPU here")
+    try:
+        return importlib.import_module("nvidia.nvcomp")
+    except ImportError as error:
+        major = (torch.version.cuda or "13").split(".")[0]
+        sys.exit(
+            f"--device cuda: nvCOMP cannot be imported ({error}); install it with\n"
+            f"    pip install nvidia-nvcomp-cu{major}\n"
+            f"or, without a network, from wheels of nvidia-nvcomp-cu{major} and nvidia-libnvcomp-cu{major} of one "
+            "version: pip install --no-deps *.whl"
+        )
+
+
+def measure(nvcomp: Any, payloads: Sequence[Payload], device: str) -> Iterator[GpuRow]:
+    """Every payload by every codec that is for its kind of elements, codec by codec."""
+    with torch.cuda.device(device):
+        for codec in CODECS:
+            for payload in payloads:
+                if payload.element not in codec.elements:
+                    continue
+                try:
+                    yield _row(nvcomp, codec, payload)
+                except FAILURES as error:
+                    yield GpuRow(payload.name, codec.name, error=f"{type(error).__name__}: {error}")
+                    if (lost := _context_lost()) is not None:
+                        print(f"the CUDA context is lost, the rest is not measured: {lost}", file=sys.stderr)
+                        return
+
+
+def _row(nvcomp: Any, codec: GpuCodec, payload: Payload) -> GpuRow:
+    data = torch.frombuffer(bytearray(payload.data), dtype=torch.uint8).cuda()
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    options = dict(codec.options)
+    if codec.data_type is not None:
+        options["data_type"] = codec.data_type
+    if codec.policy is not None:
+        options["execution_policy"] = getattr(nvcomp.ExecutionPolicy, codec.policy)
+    with torch.cuda.stream(stream):
+        own = nvcomp.Codec(algorithm=codec.algorithm, cuda_stream=stream.cuda_stream, **options)
+        source = nvcomp.as_array(data.view(VIEWS[codec.data_type or "|u1"]), cuda_stream=stream.cuda_stream)
+        packed = own.encode(source)
+        torch.cuda.synchronize()
+        packed_bytes = int(packed.buffer_size)
+        restored = torch.utils.dlpack.from_dlpack(own.decode(packed))
+        torch.cuda.synchronize()
+        if not torch.equal(restored.view(torch.uint8).flatten(), data):
+            raise ValueError("what it decompressed is not what it compressed")
+        compress, reused = _seconds(_compressions(own, source), stream, codec.name)
+        out = torch.zeros_like(data)
+        decompress, reused_out = _seconds(_decompressions(own, packed, out), stream, codec.name)
+        if reused_out and not torch.equal(out, data):
+            raise ValueError("what it decompressed into a buffer that was there is not what it compressed")
+    outcome = Outcome(len(data), packed_bytes, compress, decompress)
+    return GpuRow(payload.name, codec.name, outcome, reused_buffers=reused and reused_out)
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """The same work twice: into buffers that are there, as a server would, and plainly."""
+
+    prepared: Callable[[], Callable[[], object]]
+    plain: Callable[[], object]
+
+
+def _compressions(own: Any, source: Any) -> _Timed:
+    def prepared() -> Callable[[], object]:
+        configuration = own.compression_config(source.buffer_size)
+        out = torch.empty(own.get_max_comp_buffer_size(source), dtype=torch.uint8, device="cuda")
+        return lambda: own.encode(source, out=out, compression_config=configuration)
+
+    return _Timed(prepared, lambda: own.encode(source))
+
+
+def _decompressions(own: Any, packed: Any, out: torch.Tensor) -> _Timed:
+    def prepared() -> Callable[[], object]:
+        configuration = own.decompression_config(packed)  # waits for the header, as decode's first call would
+        return lambda: own.decode(packed, out=out, decompression_config=configuration)
+
+    return _Timed(prepared, lambda: own.decode(packed))
+
+
+def _seconds(timed: _Timed, stream: torch.cuda.Stream, name: str) -> tuple[float, bool]:
+    """Median of the GPU's time from call to end, and whether the buffers that were made before were used."""
+    try:
+        return _median(timed.prepared(), stream), True
+    except FAILURES as error:
+        print(f"{name}: into its own buffers instead: {type(error).__name__}: {error}", file=sys.stderr)
+        return _median(timed.plain, stream), False
+
+
+def _median(work: Callable[[], object], stream: torch.cuda.Stream) -> float:
+    taken = []
+    for _ in range(WARM_UP + RUNS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        stream.synchronize()
+        start.record(stream)
+        kept = work()  # held until the end is recorded: freeing its memory is not part of it
+        end.record(stream)
+        end.synchronize()
+        del kept
+        taken.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(taken[WARM_UP:])
+
+
+def _context_lost() -> str | None:
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        return str(error)
+    return None
