@@ -51,17 +51,20 @@ class LosslessCodec(ABC):
 _MODULES = {CodecName.zstd: "zstandard"}
 
 
-def _zstd() -> LosslessCodec:
+def _zstd(element_bytes: int) -> LosslessCodec:
     from spectrumkv_sglang.lossless.zstd import ZstdCodec
 
-    return ZstdCodec()
+    return ZstdCodec(element_bytes)
 
 
-_MAKERS: dict[CodecName, Callable[[], LosslessCodec]] = {CodecName.zstd: _zstd}
+_MAKERS: dict[CodecName, Callable[[int], LosslessCodec]] = {CodecName.zstd: _zstd}
 
 
-def make_codec(name: CodecName) -> LosslessCodec | None:
+def make_codec(name: CodecName, element_bytes: int = 1) -> LosslessCodec | None:
     """The codec of that name; None for ``none``.
+
+    Args:
+        element_bytes: bytes of a native element of the KV pool, whose bytes of one place are alike.
 
     Raises:
         SpectrumKVError: its package is not installed.
@@ -73,7 +76,7 @@ def make_codec(name: CodecName) -> LosslessCodec | None:
             f"codec: {name.value} needs the Python package {_MODULES[name]}: pip install 'spectrumkv-sglang[codec]', "
             "or set codec: none"
         )
-    return _MAKERS[name]()
+    return _MAKERS[name](element_bytes)
 
 
 def installed_codecs() -> dict[str, LosslessCodec]:

@@ -124,7 +124,7 @@ class PrefillRank:
             self._staging = SlotPool(config.staging_slots, config.quarantine_s)
             policies = [SendingPolicy.of(config)]
             links = PeerLinks()
-            codec = make_codec(config.codec)
+            codec = make_codec(config.codec, view.buffers.k[0].element_size())
             self._compressing = Compressing(codec, self._memory, links, metrics) if codec is not None else None
             sinks = [links.sample] if codec is not None else []
             if served is not None:

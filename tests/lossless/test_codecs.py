@@ -14,27 +14,29 @@ from spectrumkv_sglang.lossless.codec import CodecName, LosslessCodec, installed
 from spectrumkv_sglang.payload.errors import PayloadError
 
 EVERY = sorted(set(CodecName) - {CodecName.none})
+ELEMENT_BYTES = (1, 2, 4)
 
 
 def bytes_of(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
-def made(name: CodecName) -> LosslessCodec:
-    codec = make_codec(name)
+def made(name: CodecName, element_bytes: int = 1) -> LosslessCodec:
+    codec = make_codec(name, element_bytes)
     assert codec is not None
     return codec
 
 
+@pytest.mark.parametrize("element_bytes", ELEMENT_BYTES)
 @pytest.mark.parametrize("name", EVERY)
 @given(data=st.binary(min_size=1, max_size=4096), repeated=st.integers(1, 40))
-def test_what_goes_in_comes_back(name: CodecName, data: bytes, repeated: int) -> None:
-    codec, source = made(name), bytes_of(data * repeated)
+def test_what_goes_in_comes_back(name: CodecName, element_bytes: int, data: bytes, repeated: int) -> None:
+    codec, source = made(name, element_bytes), bytes_of(data * repeated)
     out = torch.empty(source.numel() * 2 + 1024, dtype=torch.uint8)
     left = codec.compress(source, out)
     assert left is not None
     back = torch.empty_like(source)
-    codec.decompress(out[:left], back)
+    made(name).decompress(out[:left], back)  # the payload itself says how it was cut
     assert torch.equal(back, source)
 
 
@@ -80,11 +82,24 @@ def test_damaged_data_is_refused_or_has_the_announced_length(
             codec.decompress(good, torch.empty(length, dtype=torch.uint8))
 
 
+def test_native_kv_shrinks_more_with_its_bytes_cut_apart() -> None:
+    rows = torch.randn(1 << 16, generator=torch.Generator().manual_seed(1)).bfloat16().view(torch.uint8)
+    out = torch.empty(rows.numel(), dtype=torch.uint8)
+    whole, cut = (made(CodecName.zstd, planes).compress(rows, out) for planes in (1, 2))
+    assert whole is not None
+    assert cut is not None
+    assert cut < whole < 0.8 * rows.numel()
+    with pytest.raises(PayloadError, match=r"expected to begin with one of \(1, 2, 4\), got \[3\]"):
+        made(CodecName.zstd).decompress(bytes_of(b"\x03" + bytes(20)), torch.empty(64, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="got 8"):
+        make_codec(CodecName.zstd, 8)
+
+
 def test_a_zstd_frame_that_claims_more_is_refused_before_anything_is_allocated() -> None:
     claims_a_terabyte = b"\x28\xb5\x2f\xfd" + bytes([0xE0]) + (2**40).to_bytes(8, "little") + b"\x01\x00\x00"
     assert zstandard.get_frame_parameters(claims_a_terabyte).content_size == 2**40
     with pytest.raises(PayloadError, match=f"expected 64 bytes inside, got {2**40}"):
-        made(CodecName.zstd).decompress(bytes_of(claims_a_terabyte), torch.empty(64, dtype=torch.uint8))
+        made(CodecName.zstd).decompress(bytes_of(b"\x01" + claims_a_terabyte), torch.empty(64, dtype=torch.uint8))
 
 
 def test_a_codec_without_its_package_is_named_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
