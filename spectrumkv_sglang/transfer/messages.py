@@ -24,7 +24,7 @@ from spectrumkv_sglang.payload.precision_table import MAX_TIERS
 from spectrumkv_sglang.transfer.errors import ControlMessageError
 
 MAGIC = b"SKVC"
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 MAX_MESSAGE_BYTES = 4 << 20
 MOST_GRANTED_SLOTS = 16  # a chunk's pipeline keeps no more busy
 MOST_UNPACK_SECONDS = 3600.0
@@ -51,7 +51,9 @@ class Open(_Message, frozen=True):
     prompt: U64  # digest of the request's prompt (see request_identity); 0: not known
     page_start: U32  # first page of the chunk, counted from the first page that decode allocated for the room
     page_count: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
-    geometry_digest: U64
+    geometry_digest: U64  # of the heads that travel
+    first_head: U32  # of decode's own KV heads; those before and behind the chunk's heads stay as they are
+    heads: Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)]
     table: Annotated[bytes, msgspec.Meta(max_length=1 << 20)]  # PrecisionTable.to_bytes()
     tiers: TierList  # those that the chunk's rows use; a COMMIT with any other is refused
     slots_wanted: Annotated[int, msgspec.Meta(ge=1, le=MOST_GRANTED_SLOTS)]

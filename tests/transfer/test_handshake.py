@@ -46,7 +46,7 @@ HANDSHAKES = st.builds(
     allowed_tiers=st.lists(st.integers(1, MAX_TIERS - 1), max_size=MAX_TIERS - 1).map([0].__add__),
     knows_rotation=st.booleans(),
 )
-HANDSHAKE = Handshake("tcp://10.0.0.7:50123", 2**63, "bfloat16", 30, 3, 64, 64, 16, 16 << 20, 8, [0, 1], True, "")
+HANDSHAKE = Handshake("tcp://10.0.0.7:50123", 2**63, "bfloat16", 30, 3, 3, 9, 64, 64, 16, 16 << 20, 8, [0, 1], True, "")
 FRAME = encode_handshake(HANDSHAKE)
 FIELDS = msgspec.to_builtins(HANDSHAKE)
 SGLANG_FRAMES = st.lists(st.binary(max_size=12), max_size=HANDSHAKE_FRAME_INDEX)

@@ -77,7 +77,7 @@ FROM_DECODE: st.SearchStrategy[DecodeMessage] = st.one_of(
 )
 # One message of each kind, with the decoder of its direction.
 EXAMPLES: list[tuple[Any, Any]] = [
-    (Open(1, 5, 2**63, 2**64 - 1, 0, 900, 2**64 - 1, b"\3" + b"\0" * 30, [0, 2], 4, 1.0), decode_from_prefill),
+    (Open(1, 5, 2**63, 2**64 - 1, 0, 900, 2**64 - 1, 0, 8, b"\3" + b"\0" * 30, [0, 2], 4, 1.0), decode_from_prefill),
     (Commit(1, 2, 3, 4, 5, 6, 7, [1, 2, 3], b"\0\1", 70_000, 2**64 - 1), decode_from_prefill),
     (Close(1, [0, 7]), decode_from_prefill),
     (Granted(1, [SlotGrant(0, 1, 2**47), SlotGrant(1, 9, 2**47 + 4096)], 4096), decode_from_decode),
