@@ -48,6 +48,8 @@ FROM_PREFILL: st.SearchStrategy[PrefillMessage] = st.one_of(
         U32,
         PAGE_COUNT,
         U64,
+        U32,
+        st.integers(1, 2**16 - 1),
         st.binary(max_size=300),
         st.lists(st.integers(0, MAX_TIERS - 1), min_size=1, max_size=MAX_TIERS),
         st.integers(1, MOST_GRANTED_SLOTS),
