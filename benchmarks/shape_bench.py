@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 from collections import Counter
@@ -9,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 from command_line import made
 from fault_pair import GPU_FLAGS, failures, metrics_of
 from shape_cases import Models, Shape
@@ -40,6 +43,7 @@ class BenchSettings:
         new_tokens: of each answer.
         ready_seconds: for the start of servers.
         request_seconds: for one answer.
+        longest_words: cuts the long prompts; None leaves them as they are.
         limits: what still counts as rounding.
     """
 
@@ -51,22 +55,23 @@ class BenchSettings:
     new_tokens: int
     ready_seconds: float
     request_seconds: float
+    longest_words: int | None = None
     limits: Limits = field(default_factory=Limits)
 
 
-def prompts() -> list[str]:
+def prompts(longest_words: int | None) -> list[str]:
     """Short ones, long ones, and long ones again with another end, which hit the prefix cache."""
     short, long = [one.text for one in SHORT_PROMPTS][:1], [one.text for one in LONG_PROMPTS][:2]
+    long = [" ".join(text.split()[:longest_words]) for text in long]
     return [*short, *long, *(f"{text}\nWhat does the text leave open?" for text in long)]
 
 
 class ShapeBench:
-    """Plain answers are kept for shapes that share model and flags."""
+    """Plain answers are kept in the folder of results, for shapes that share model and flags and for later runs."""
 
     def __init__(self, settings: BenchSettings, fleet: Fleet) -> None:
         self._settings, self._fleet = settings, fleet
-        self._prompts = prompts()
-        self._right: dict[tuple[str, tuple[str, ...]], list[Expected]] = {}
+        self._prompts = prompts(settings.longest_words)
 
     def run(self, shape: Shape) -> Row:
         """Start the shape's servers, ask, stop them."""
@@ -112,22 +117,25 @@ class ShapeBench:
         return made(self._settings.out / shape.name) / f"{name}.log"
 
     def _right_answers(self, shape: Shape) -> list[Expected]:
-        key = (shape.model, shape.both)
-        if key not in self._right:
-            server = self._server(shape, Role.PLAIN, OURS, 1, ())
-            try:
-                self._fleet.wait_ready([server], timeout_seconds=self._settings.ready_seconds)
-                self._right[key] = [
-                    expected_of(
-                        ask_plain(
-                            server, text, self._settings.new_tokens, timeout_seconds=self._settings.request_seconds
-                        )
-                    )
-                    for text in self._prompts
-                ]
-            finally:
-                self._fleet.stop([server])
-        return self._right[key]
+        settings = self._settings
+        model = str(getattr(settings.models, shape.model))
+        asked = [settings.device.value, model, shape.both, settings.flags, settings.new_tokens, self._prompts]
+        digest = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
+        kept = settings.out / f"plain-answers-{digest}.json"
+        if kept.exists():
+            return msgspec.json.decode(kept.read_bytes(), type=list[Expected])
+        server = self._server(shape, Role.PLAIN, OURS, 1, ())
+        try:
+            self._fleet.wait_ready([server], timeout_seconds=settings.ready_seconds)
+            replies = [
+                ask_plain(server, text, settings.new_tokens, timeout_seconds=settings.request_seconds)
+                for text in self._prompts
+            ]
+        finally:
+            self._fleet.stop([server])
+        right = [expected_of(reply) for reply in replies]
+        kept.write_bytes(msgspec.json.encode(right))
+        return right
 
     def _ask_pair(self, shape: Shape, backend: str, right: list[Expected]) -> Row:
         both = [

@@ -43,6 +43,7 @@ def main() -> int:
     parser.add_argument("--device", choices=[device.value for device in Device], help="found out by default")
     parser.add_argument("--profile", default="native-packed", help="one that loses nothing: answers are compared")
     parser.add_argument("--new-tokens", type=int, default=16, help="of each answer")
+    parser.add_argument("--longest-words", type=int, help="cut the prompts of 300 to 700 words, for a busy CPU")
     parser.add_argument("--ready-seconds", type=float, default=READY_TIMEOUT_SECONDS, help="for the start of servers")
     parser.add_argument("--request-seconds", type=float, default=300.0, help="for one answer")
     parser.add_argument("flags", nargs="*", help="further SGLang flags for all servers, after --")
@@ -67,6 +68,7 @@ def main() -> int:
         new_tokens=options.new_tokens,
         ready_seconds=options.ready_seconds,
         request_seconds=options.request_seconds,
+        longest_words=options.longest_words,
     )
     rows: list[Row] = []
     table = "no shape ran"

@@ -38,6 +38,8 @@ HANDSHAKES = st.builds(
     kv_dtype=st.text(max_size=20),
     layers=COUNT,
     kv_heads=COUNT,
+    first_head=st.integers(0, 2**16 - 1),
+    total_heads=st.just(0),
     head_dim=COUNT,
     v_head_dim=COUNT,
     page_size=COUNT,

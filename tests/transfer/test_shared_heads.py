@@ -6,10 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from key_angles import key_angles
 
@@ -17,10 +18,13 @@ from spectrumkv_sglang.payload.codec import KVBuffers
 from spectrumkv_sglang.payload.errors import PayloadError
 from spectrumkv_sglang.payload.geometry import KVGeometry
 from spectrumkv_sglang.profiles.profile import Profile
+from spectrumkv_sglang.transfer.errors import ControlMessageError
+from spectrumkv_sglang.transfer.handshake import Handshake, decode_handshake, encode_handshake
 from spectrumkv_sglang.transfer.pool_view import PoolView
 from spectrumkv_sglang.transfer.shared_heads import RankHeads, heads_of_rank, shared_heads
 
 HEAD_BYTES = 4
+PEER = Handshake("tcp://10.0.0.7:50123", 1, "bfloat16", 2, 2, 4, 8, 16, 8, 1, 1 << 20, 8, [0, 1], True, "")
 SIZES = st.sampled_from([1, 2, 4, 8, 16])
 
 
@@ -79,6 +83,7 @@ def copied_by_sglang(total: int, prefill_tp: int, prefill_rank: int, decode_tp: 
 
 
 @given(total=SIZES, prefill_tp=SIZES, decode_tp=SIZES)
+@settings(max_examples=50, deadline=None)
 def test_every_head_of_decode_comes_from_a_rank_that_has_it(total: int, prefill_tp: int, decode_tp: int) -> None:
     for decode_rank in range(decode_tp):
         ours = rank_heads(total, decode_tp, decode_rank)
@@ -98,6 +103,7 @@ def test_every_head_of_decode_comes_from_a_rank_that_has_it(total: int, prefill_
 
 
 @given(total=SIZES, prefill_tp=SIZES, decode_tp=SIZES, data=st.data())
+@settings(max_examples=50, deadline=None)
 def test_they_are_those_that_sglang_copies(total: int, prefill_tp: int, decode_tp: int, data: st.DataObject) -> None:
     decode_rank = data.draw(st.integers(0, decode_tp - 1))
     prefill_rank = data.draw(st.sampled_from(partners(prefill_tp, decode_tp, decode_rank)))
@@ -145,6 +151,15 @@ def test_heads_of_two_ranks_are_a_part_of_the_one_or_of_the_other_or_nothing(dat
 def test_heads_outside_the_model(first: int, count: int, total: int) -> None:
     with pytest.raises(ValueError, match=f"expected KV heads within 0 to {total - 1}"):
         RankHeads(first, count, total)
+
+
+def test_a_handshake_names_heads_that_the_model_has() -> None:
+    assert decode_handshake(encode_handshake(PEER)).heads == RankHeads(4, 2, 8)
+    unknown = msgspec.structs.replace(PEER, first_head=0, total_heads=0)
+    assert decode_handshake(encode_handshake(unknown)).heads is None
+    for lie in ({"first_head": 7}, {"kv_heads": 9, "first_head": 0}, {"total_heads": 5}):
+        with pytest.raises(ControlMessageError, match="expected KV heads within 0 to"):
+            decode_handshake(encode_handshake(msgspec.structs.replace(PEER, **lie)))
 
 
 def a_view(heads: int) -> PoolView:
@@ -200,3 +215,34 @@ def test_a_profiles_heads_are_those_of_the_whole_rank() -> None:
     assert np.array_equal(view.of_heads(2, 2).table(_by_heads()).values, whole.values[..., 2:])
     assert np.array_equal(view.of_heads(2, 1).table(_by_heads()).values, whole.values[..., 2:3])
     assert np.array_equal(view.of_heads(0, 2).of_heads(1, 1).table(_by_heads()).values, whole.values[..., 1:2])
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "decode_heads", "fits"),
+    [
+        (512, 1024, 4, True),  # decode holds twice as many heads of 256 bytes
+        (512, 256, 1, True),
+        (512, 1024, 2, False),  # as many heads, and twice the bytes: another dtype or page size
+        (512, 512, 4, False),
+        (512, 768, 3, False),
+        (512, 1024, None, True),  # a peer without this package does not say
+        (512, 768, None, False),
+    ],
+)
+def test_heads_of_another_size_are_not_copied_natively(
+    ours: int, theirs: int, decode_heads: int | None, fits: bool
+) -> None:
+    from spectrumkv_sglang.transfer.manager import SpectrumKVManager
+
+    registration = SimpleNamespace(dst_kv_item_len=theirs)
+    if decode_heads is not None:
+        registration.spectrumkv_handshake = msgspec.structs.replace(PEER, kv_heads=decode_heads)
+    manager: Any = SpectrumKVManager.__new__(SpectrumKVManager)
+    manager.kv_args = SimpleNamespace(kv_item_lens=[ours] * 6)
+    manager.decode_kv_args_table = {"s": registration}
+    manager.prefill_rank = SimpleNamespace(kv_heads=2)
+    misfit = manager._native_misfit("s", sliced=True)
+    assert (misfit == "") == fits, misfit
+    if fits:
+        assert manager._sliced_page_bytes("s") == 6 * min(ours, theirs)
+    assert (manager._native_misfit("s", sliced=False) == "") == (ours == theirs)
