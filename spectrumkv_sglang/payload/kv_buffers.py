@@ -37,7 +37,7 @@ class KVBuffers:
             raise PayloadError(
                 f"KV buffers: expected heads within 0 to {self.k[0].shape[1] - 1}, got {count} from {first} on"
             )
-        return KVBuffers(*([x.narrow(1, first, count) for x in buffers] for buffers in (self.k, self.v)))
+        return KVBuffers([x.narrow(1, first, count) for x in self.k], [x.narrow(1, first, count) for x in self.v])
 
     @property
     def device(self) -> torch.device:
