@@ -33,7 +33,7 @@ SETTINGS = {
     "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "60",
 }
 # A GPU's servers get SGLang's own defaults but for what three of them on one GPU, and the kit there, need.
-_GPU_FLAGS = (
+GPU_FLAGS = (
     *("--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none"),
     *("--dtype", "float32", "--random-seed", "1", "--mem-fraction-static", "0.25"),
     *("--max-total-tokens", "65536", "--max-running-requests", "32"),
@@ -173,7 +173,7 @@ class FaultPair:
             host=host,
             namespace=namespace,
             env={} if plain else ours,
-            extra_args=(*(() if on_cpu else _GPU_FLAGS), "--enable-metrics", *settings.flags, *flags),
+            extra_args=(*(() if on_cpu else GPU_FLAGS), "--enable-metrics", *settings.flags, *flags),
             python_paths=() if plain else (self._plugin,),
         )
         server = self.fleet.start(SGLangServer(spec, f"{role.value}-{self._started}", log_dir=settings.logs))

@@ -226,7 +226,8 @@ def _attach_prefill(original: Any, queue: Any, *args: Any, **kwargs: Any) -> Any
     kv_manager = original(queue, *args, **kwargs)
     kv_manager.scheduler_overlaps = partial(compat.scheduler_overlaps, queue.scheduler)
     model = compat.served_module(queue.scheduler)
-    view = kv_manager.attach(queue.token_to_kv_pool, queue.draft_token_to_kv_pool, model)
+    heads = compat.total_kv_heads(queue.scheduler)
+    view = kv_manager.attach(queue.token_to_kv_pool, queue.draft_token_to_kv_pool, model, heads)
     if view is not None and kv_manager.prefill_rank.scores is not None:
         from spectrumkv_sglang.importance.attention_hook import AttentionObserver
 
@@ -261,7 +262,8 @@ def _expect_request(original: Any, queue: Any, req: Any, *args: Any, **kwargs: A
 def _attach_decode(original: Any, queue: Any, *args: Any, **kwargs: Any) -> Any:
     kv_manager = original(queue, *args, **kwargs)
     model = compat.served_module(queue.scheduler)
-    kv_manager.attach(queue.token_to_kv_pool, queue.draft_token_to_kv_pool, model)
+    heads = compat.total_kv_heads(queue.scheduler)
+    kv_manager.attach(queue.token_to_kv_pool, queue.draft_token_to_kv_pool, model, heads)
     return kv_manager
 
 

@@ -69,7 +69,7 @@ _REQUIRED: tuple[tuple[str, tuple[str, ...], str], ...] = (
         ("mooncake_session_id", "prefill_kv_indices", "dst_kv_ptrs", "dst_kv_indices", "executor"),
         "send a chunk as a tiered payload",
     ),
-    (f"{_CONN}.MooncakeKVManager.send_kvcache_slice", (), "count chunks between unequal TP sizes"),
+    (f"{_CONN}.MooncakeKVManager.send_kvcache_slice", (), "send a chunk between unequal TP sizes as a tiered payload"),
     (f"{_CONN}.MooncakeKVManager.transfer_worker", ("queue",), "know which room a chunk belongs to"),
     (
         f"{_CONN}.MooncakeKVManager.add_transfer_request",
@@ -247,6 +247,23 @@ def request_parameters(req: Any, name: str) -> Any:
 def scheduler_overlaps(scheduler: Any) -> bool:
     """Whether a scheduler launches a forward before it processes the results of the last one."""
     return bool(getattr(scheduler, "enable_overlap", False))
+
+
+def total_kv_heads(scheduler: Any) -> int:
+    """KV heads of the model that SGLang's Scheduler serves, over all ranks; 0 where SGLang does not say.
+
+    Its own KVArgs name it on decode only while its staging buffer is on.
+    """
+    try:
+        return int(scheduler.model_config.get_total_num_kv_heads())
+    except Exception:  # noqa: BLE001 (models whose configuration has no such number)
+        return 0
+
+
+def attention_tp(manager: Any) -> tuple[int, int]:
+    """Size of the attention tensor-parallel group of SGLang's KV manager, and the rank in it."""
+    size = int(manager.attn_tp_size)
+    return size, int(manager.kv_args.engine_rank) % size
 
 
 def plain_pool_type() -> type:

@@ -91,5 +91,7 @@ def _run_next_sitecustomize() -> None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-sys.meta_path.insert(0, _CpuServerFinder())
-_run_next_sitecustomize()
+# Another copy of this file on the path (a second checkout's) would run this one again, and so on.
+if not any(type(finder).__name__ == _CpuServerFinder.__name__ for finder in sys.meta_path):
+    sys.meta_path.insert(0, _CpuServerFinder())
+    _run_next_sitecustomize()

@@ -220,7 +220,7 @@ _REASON_MEANING: dict[Reason, str] = {
     Reason.PROTOCOL_VERSION: "the peer speaks another protocol version: finish the rolling upgrade",
     Reason.SECRET_MISMATCH: "prefill and decode hold different control secrets: the same control_secret_file for all",
     Reason.DISABLED: "SpectrumKV is switched off by `enabled: false`",
-    Reason.TP_MISMATCH: "prefill and decode split the heads differently: use the same tensor-parallel size on both",
+    Reason.TP_MISMATCH: "neither rank's heads are a part of the other's: use TP sizes of which one divides the other",
     Reason.PIPELINE_PARALLEL: "pipeline parallelism splits the layers over ranks: not tiered",
     Reason.MLA: "the model keeps latent (MLA) KV: not tiered",
     Reason.HYBRID_STATE: "the model has recurrent or split sliding-window state beside its KV: not tiered",

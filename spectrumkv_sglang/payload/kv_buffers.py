@@ -31,6 +31,14 @@ class KVBuffers:
         """K (``kv=0``) or V (``kv=1``) buffer of a layer."""
         return self.v[layer] if kv else self.k[layer]
 
+    def of_heads(self, first: int, count: int) -> KVBuffers:
+        """Views of KV heads ``first`` to ``first + count - 1`` of every layer: nothing else can be read or written."""
+        if count < 1 or not 0 <= first <= self.k[0].shape[1] - count:
+            raise PayloadError(
+                f"KV buffers: expected heads within 0 to {self.k[0].shape[1] - 1}, got {count} from {first} on"
+            )
+        return KVBuffers([x.narrow(1, first, count) for x in self.k], [x.narrow(1, first, count) for x in self.v])
+
     @property
     def device(self) -> torch.device:
         """Device of the pool."""

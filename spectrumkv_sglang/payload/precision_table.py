@@ -136,6 +136,20 @@ class PrecisionTable:
             self._runs[key] = runs
         return runs
 
+    def of_heads(self, first: int, count: int) -> PrecisionTable:
+        """The table of KV heads ``first`` to ``first + count - 1`` alone.
+
+        Raises:
+            PayloadError: it does not have them.
+        """
+        if count < 1 or not 0 <= first <= self.kv_heads - count:
+            raise PayloadError(
+                f"precision table: expected heads within 0 to {self.kv_heads - 1}, got {count} from {first} on"
+            )
+        if count == self.kv_heads:
+            return self
+        return PrecisionTable(self._values[..., first : first + count], self._transforms)
+
     def to_bytes(self) -> bytes:
         """Wire form: one byte of tier count, then precisions and transforms in C order."""
         return bytes([self.tiers]) + self._values.tobytes() + self._transforms.tobytes()

@@ -78,7 +78,7 @@ class ChunkPlanner:
         self._tables: dict[tuple[int, tuple[Tier, ...]], _TieredTable] = {}
         self._table(self._configured.profile, config.allowed_tiers)
         self._native_profile: Profile = load_profile(NATIVE_PACKED)
-        self._native_table = self._native_profile.table(view.geometry)
+        self._native_table = view.table(self._native_profile)
 
     def plan(
         self,
@@ -139,7 +139,7 @@ class ChunkPlanner:
         found = self._tables.get(key)
         if found is None:
             found = self._tables[key] = _TieredTable(
-                profile, profile.table(self._view.geometry, allowed_tiers), profile.usable_tiers(allowed_tiers)
+                profile, self._view.table(profile, allowed_tiers), profile.usable_tiers(allowed_tiers)
             )
         return found
 

@@ -35,7 +35,6 @@ from spectrumkv_sglang.transfer.messages import (
 )
 from spectrumkv_sglang.transfer.mooncake_writes import MooncakeWrites
 from spectrumkv_sglang.transfer.packing import PackJob, Piece, pack_into_slot, pieces_of
-from spectrumkv_sglang.transfer.pool_view import PoolView
 from spectrumkv_sglang.transfer.slot_memory import SlotMemory
 from spectrumkv_sglang.transfer.slot_pool import Slot, SlotPool
 
@@ -57,6 +56,7 @@ class ChunkSender:
     """Sends chunks for one prefill worker thread. Not thread-safe.
 
     Args:
+        device: of the KV pool.
         memory, staging: this rank's registered staging slots and their bookkeeping (shared by the worker threads).
         writes: Mooncake.
         channels: control channels of this thread.
@@ -66,7 +66,7 @@ class ChunkSender:
     def __init__(
         self,
         *,
-        view: PoolView,
+        device: torch.device,
         config: SpectrumKVConfig,
         memory: SlotMemory,
         staging: SlotPool,
@@ -75,10 +75,10 @@ class ChunkSender:
         metrics: TransferMetrics,
         compressing: Compressing | None = None,
     ) -> None:
-        self._view, self._config, self._memory, self._staging = view, config, memory, staging
+        self._device, self._config, self._memory, self._staging = device, config, memory, staging
         self._writes, self._channels, self._metrics = writes, channels, metrics
         self._compressing = compressing
-        self._packs_ahead = packs_ahead(view.device)
+        self._packs_ahead = packs_ahead(device)
 
     def send(self, task: ChunkTask) -> ChunkStats:
         """Send ``task``; returns after decode has unpacked all of it.
@@ -121,7 +121,9 @@ class ChunkSender:
                 prompt=task.prompt,
                 page_start=task.page_start,
                 page_count=len(task.pages),
-                geometry_digest=self._view.geometry.digest(),
+                geometry_digest=task.view.geometry.digest(),
+                first_head=task.decode_head,
+                heads=task.view.geometry.kv_heads,
                 table=task.table.to_bytes(),
                 tiers=np.unique(task.tiers).tolist(),
                 slots_wanted=wanted,
@@ -153,7 +155,7 @@ class ChunkSender:
         raise GoNativeError(Reason.CONTROL_ERROR, f"decode answered OPEN with {type(answer).__name__}")
 
     def _run(self, task: ChunkTask, flight: InFlight, stats: ChunkStats) -> None:
-        page_size = self._view.geometry.page_size
+        page_size = task.view.geometry.page_size
         for piece in pieces_of(task.pages, task.tiers, task.subchunks, page_size, task.first_position):
             if not task.room_is_live():
                 raise ChunkFailedError(FailureCause.ROOM_GONE, f"room {task.room} was aborted on prefill")
@@ -174,10 +176,10 @@ class ChunkSender:
         """Begin to fill ``staging`` with the payload of a sub-chunk that is meant for ``remote``."""
         job = PackJob(task.room, remote.generation, piece, task.table)
         try:
-            payload = pack_into_slot(job, self._view, self._memory, staging.index)
+            payload = pack_into_slot(job, task.view, self._memory, staging.index)
         except BaseException:
-            if self._view.device.type == "cuda":  # what was queued before the error may still write to the slot
-                torch.cuda.current_stream(self._view.device).synchronize()
+            if self._device.type == "cuda":  # what was queued before the error may still write to the slot
+                torch.cuda.current_stream(self._device).synchronize()
             self._staging.give_back(staging)
             raise
         flight.packing.append(Packing(job, staging, remote, payload))

@@ -17,19 +17,23 @@ from spectrumkv_sglang.transfer.lossless_stage import Stored
 from spectrumkv_sglang.transfer.messages import SlotGrant
 from spectrumkv_sglang.transfer.mooncake_writes import PendingWrite
 from spectrumkv_sglang.transfer.packing import Packed, PackJob
+from spectrumkv_sglang.transfer.pool_view import PoolView
 from spectrumkv_sglang.transfer.request_identity import UNKNOWN
 from spectrumkv_sglang.transfer.slot_pool import Slot
 
 
 @dataclass(frozen=True)
 class ChunkTask:
-    """One chunk to send. ``pages`` are prefill's own page ids; the destination is a page range of the room.
+    """One chunk to send. ``view`` has the heads that decode takes of it, which are its own heads from ``decode_head``
+    on. ``pages`` are prefill's own page ids; the destination is a page range of the room.
     ``first_position`` is that of the chunk's first row in the prompt: the room's pages follow those that decode has
     cached. ``prompt`` is the digest of its request's."""
 
     room: int
     session: str
     peer: Handshake
+    view: PoolView
+    decode_head: int
     pages: np.ndarray
     page_start: int
     first_position: int

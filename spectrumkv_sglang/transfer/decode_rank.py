@@ -17,6 +17,7 @@ from spectrumkv_sglang.transfer.pool_view import PoolView
 from spectrumkv_sglang.transfer.request_identity import UNKNOWN, encode_prompt
 from spectrumkv_sglang.transfer.rooms import RoomRegistry
 from spectrumkv_sglang.transfer.sending_policy import configured_policies
+from spectrumkv_sglang.transfer.shared_heads import RankHeads
 from spectrumkv_sglang.transfer.slot_memory import SlotMemory
 from spectrumkv_sglang.transfer.slot_pool import SlotPool
 from spectrumkv_sglang.transfer.warm_up import warm_up
@@ -29,6 +30,7 @@ class DecodeRank:
 
     Args:
         engine: Mooncake's TransferEngine.
+        heads: KV heads of the model that the pool holds; None: not known, then only ranks of one TP size are served.
         host: address of this rank that prefill ranks can reach.
         rank: number of this rank on its host; where its search for a free control port begins.
 
@@ -46,6 +48,7 @@ class DecodeRank:
         host: str,
         metrics: TransferMetrics,
         rank: int = 0,
+        heads: RankHeads | None = None,
     ) -> None:
         keys = ControlKeys.of(config)
         boot_id = random.getrandbits(63)
@@ -81,6 +84,8 @@ class DecodeRank:
             kv_dtype=geometry.dtype,
             layers=geometry.layers,
             kv_heads=geometry.kv_heads,
+            first_head=heads.first if heads is not None else 0,
+            total_heads=heads.total if heads is not None else 0,
             head_dim=geometry.head_dim,
             v_head_dim=geometry.v_head_dim,
             page_size=geometry.page_size,

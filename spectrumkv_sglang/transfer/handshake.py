@@ -16,6 +16,7 @@ import msgspec
 from spectrumkv_sglang.profiles.tier import Tier
 from spectrumkv_sglang.transfer.errors import ControlMessageError
 from spectrumkv_sglang.transfer.messages import CodecText, TierList, open_envelope, seal_envelope
+from spectrumkv_sglang.transfer.shared_heads import RankHeads
 
 MAGIC = b"SKVH"
 REGISTRATION_MARK = b"None"
@@ -33,6 +34,8 @@ class Handshake(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_dtype: Annotated[str, msgspec.Meta(max_length=64)]
     layers: Count
     kv_heads: Count
+    first_head: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]  # of the model's heads, which its kv_heads start at
+    total_heads: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]  # of the model; 0: first_head is not known
     head_dim: Count
     v_head_dim: Count
     page_size: Count
@@ -42,6 +45,11 @@ class Handshake(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     knows_rotation: bool  # whether decode can rotate keys again that were rotated back by their position
     control_key: Annotated[str, msgspec.Meta(max_length=64)]  # ControlKeys.fingerprint; "": no secret is asked for
     codecs: Annotated[list[CodecText], msgspec.Meta(max_length=8)]  # lossless ones that decode can bring back
+
+    @property
+    def heads(self) -> RankHeads | None:
+        """KV heads of the model that this rank holds, where it knows them."""
+        return RankHeads(self.first_head, self.kv_heads, self.total_heads) if self.total_heads else None
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -60,6 +68,11 @@ def decode_handshake(frame: bytes) -> Handshake:
         handshake = _decoder.decode(body)
     except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
         raise ControlMessageError(f"handshake of {len(frame)} bytes is malformed: {error}") from error
+    if handshake.total_heads:
+        try:
+            RankHeads(handshake.first_head, handshake.kv_heads, handshake.total_heads)
+        except ValueError as error:
+            raise ControlMessageError(f"handshake: {error}") from error
     if Tier.HIGH not in handshake.allowed_tiers:
         raise ControlMessageError(f"handshake: expected high among the allowed tiers, got {handshake.allowed_tiers}")
     return handshake

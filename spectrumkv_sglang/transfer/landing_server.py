@@ -62,6 +62,7 @@ ChunkKey = tuple[bytes, int]
 class _OpenChunk:
     open: Open
     registration: int  # of the room, see RoomRegistry
+    view: PoolView  # of the heads that it may write
     table: PrecisionTable
     slots: dict[int, Slot] = field(default_factory=dict)
     unpacking: set[int] = field(default_factory=set)
@@ -124,7 +125,7 @@ class LandingServer:
         self._lease_seconds, self._slot_wait_seconds, self._clock = lease_seconds, slot_wait_seconds, clock
         self._chunks: dict[ChunkKey, _OpenChunk] = {}
         self._waiting: list[_Waiting] = []
-        self._jobs: queue.SimpleQueue[tuple[ChunkKey, UnpackJob] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[ChunkKey, UnpackJob, PoolView] | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[_Result] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._context = zmq.Context()
@@ -177,11 +178,11 @@ class LandingServer:
         wake.send(b"")  # the control thread is to see at once that the server is stopping
         wake.close()
 
-    def _unpack(self, key: ChunkKey, job: UnpackJob) -> _Result:
+    def _unpack(self, key: ChunkKey, job: UnpackJob, view: PoolView) -> _Result:
         failure: ChunkFailedError | None = None
         seconds = 0.0
         try:
-            seconds = unpack_commit(job, self._view, self._memory, self._rooms, self._restoring)
+            seconds = unpack_commit(job, view, self._memory, self._rooms, self._restoring)
         except ChunkFailedError as error:
             failure = error
         except Exception as error:
@@ -266,11 +267,13 @@ class LandingServer:
         if key in self._chunks or any(waiting.key == key for waiting in self._waiting):
             self._metrics.control_message_rejected(Rejection.STALE)  # a second copy: the first is answered
             return
-        if message.geometry_digest != self._view.geometry.digest():
-            self._reply(key, Refused(key[1], Reason.GEOMETRY_MISMATCH.value, f"decode has {self._view.geometry}"))
+        view = self._named_heads(message)
+        if view is None or message.geometry_digest != view.geometry.digest():
+            text = f"{message.heads} heads from {message.first_head} on were named, decode has {self._view.geometry}"
+            self._reply(key, Refused(key[1], Reason.GEOMETRY_MISMATCH.value, text))
             return
         try:
-            table = PrecisionTable.from_bytes(message.table, self._view.geometry)
+            table = PrecisionTable.from_bytes(message.table, view.geometry)
             forbidden = forbidden_in(table, message.tiers, self._allowed_tiers)
             registration = self._rooms.registration(
                 message.room, message.page_start, message.page_count, message.prompt
@@ -291,7 +294,7 @@ class LandingServer:
             text = f"decode does not know the angles of keys that travel unrotated: {self._view.why_no_rotation}"
             self._reply(key, Refused(key[1], Reason.ROTATION_UNKNOWN.value, text[:1024]))
             return
-        chunk = _OpenChunk(message, registration, table, last_seen=self._clock())
+        chunk = _OpenChunk(message, registration, view, table, last_seen=self._clock())
         if not self._waiting and self._grant(key, chunk):
             return
         if len(self._waiting) >= _MOST_WAITING:
@@ -299,6 +302,13 @@ class LandingServer:
             return
         wait = min(message.wait_seconds, self._slot_wait_seconds)
         self._waiting.append(_Waiting(key, chunk, self._clock() + wait))
+
+    def _named_heads(self, message: Open) -> PoolView | None:
+        """The part of our pool that the chunk may be written to; None: we do not have these heads."""
+        try:
+            return self._view.of_heads(message.first_head, message.heads)
+        except PayloadError:
+            return None
 
     def _grant(self, key: ChunkKey, chunk: _OpenChunk) -> bool:
         lent = self._pool.lend(chunk.open.slots_wanted)
@@ -378,7 +388,8 @@ class LandingServer:
             )
             return
         chunk.unpacking.add(commit.slot)
-        self._jobs.put((key, UnpackJob(commit, chunk.open.room, chunk.registration, chunk.table)))
+        job = UnpackJob(commit, chunk.open.room, chunk.registration, chunk.table)
+        self._jobs.put((key, job, chunk.view))
 
     def _drain_results(self) -> None:
         while self._wake_receiver.poll(0):

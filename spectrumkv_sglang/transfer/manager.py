@@ -22,12 +22,13 @@ from spectrumkv_sglang.observability.once import flush_log_once, log_once
 from spectrumkv_sglang.observability.reasons import FailureCause, ProbeState, Reason
 from spectrumkv_sglang.transfer.decode_rank import DecodeRank
 from spectrumkv_sglang.transfer.errors import GoNativeError
-from spectrumkv_sglang.transfer.handshake import RegistrationSocket
+from spectrumkv_sglang.transfer.handshake import Handshake, RegistrationSocket
 from spectrumkv_sglang.transfer.pool_view import PoolView, view_pool
 from spectrumkv_sglang.transfer.prefill_rank import NativeResult, OutgoingChunk, PrefillRank
 from spectrumkv_sglang.transfer.request_identity import UNKNOWN, ChunkOrigin, may_be_same
 from spectrumkv_sglang.transfer.sending_policy import ServedCandidates, serve_candidates
 from spectrumkv_sglang.transfer.served_rotation import require_rotation, with_rotation
+from spectrumkv_sglang.transfer.shared_heads import RankHeads, heads_of_rank
 from spectrumkv_sglang.transfer.slot_memory import RegistrationError
 from spectrumkv_sglang.transfer.tier_enforcement import enforce_tiers
 from spectrumkv_sglang.transport_tuning import in_effect, tcp_is_forced
@@ -89,9 +90,9 @@ class SpectrumKVManager(MooncakeKVManager):  # type: ignore[misc]
 
     # ---- set-up --------------------------------------------------------------------------------------------------
 
-    def attach(self, pool: Any, draft_pool: Any, model: Any) -> PoolView | None:
-        """Learn the rank's KV pool and ``model`` (a torch module, or None); called once, before the scheduler serves.
-        Returns the view of a tierable pool.
+    def attach(self, pool: Any, draft_pool: Any, model: Any, total_heads: int = 0) -> PoolView | None:
+        """Learn the rank's KV pool and ``model`` (a torch module, or None) of ``total_heads`` KV heads (0: not known);
+        called once, before the scheduler serves. Returns the view of a tierable pool.
 
         Raises:
             SpectrumKVError: ``control_host`` and ``control_port`` cannot be bound, ``control_secret_file`` cannot be
@@ -131,13 +132,23 @@ class SpectrumKVManager(MooncakeKVManager):  # type: ignore[misc]
         else:
             self._metrics.probe_state(ProbeState.NOT_NEEDED)
         engine = sglang_compat.mooncake_engine(self)
+        heads: RankHeads | None = None
+        if isinstance(view, PoolView):
+            tp_size, tp_rank = sglang_compat.attention_tp(self)
+            heads = heads_of_rank(total_heads, tp_size, tp_rank, view.geometry.kv_heads)
         if self._role == "prefill":
-            self.prefill_rank = self._make_prefill_rank(view, engine, served)
+            self.prefill_rank = self._make_prefill_rank(view, engine, served, heads)
         elif isinstance(view, PoolView) and config.enabled:
             rank = int(self.kv_args.engine_rank)
             try:
                 self.decode_rank = DecodeRank(
-                    view=view, config=config, engine=engine, host=self.local_ip, metrics=self._metrics, rank=rank
+                    view=view,
+                    config=config,
+                    engine=engine,
+                    host=self.local_ip,
+                    metrics=self._metrics,
+                    rank=rank,
+                    heads=heads,
                 )
                 SpectrumKVReceiver.handshake_frame = self.decode_rank.handshake_frame
                 SpectrumKVReceiver.room_frame = self.decode_rank.prompt_frame
@@ -168,7 +179,7 @@ class SpectrumKVManager(MooncakeKVManager):  # type: ignore[misc]
         return None
 
     def _make_prefill_rank(
-        self, view: PoolView | GoNativeError, engine: Any, served: ServedCandidates | None
+        self, view: PoolView | GoNativeError, engine: Any, served: ServedCandidates | None, heads: RankHeads | None
     ) -> PrefillRank:
         arguments = {
             "config": self.spectrumkv_config,
@@ -178,7 +189,7 @@ class SpectrumKVManager(MooncakeKVManager):  # type: ignore[misc]
             "metrics": self._metrics,
         }
         try:
-            return PrefillRank(view=view, served=served, **arguments)
+            return PrefillRank(view=view, served=served, heads=heads, **arguments)
         except RegistrationError as error:
             return PrefillRank(view=GoNativeError(Reason.REGISTRATION_FAILED, str(error)), **arguments)
 
@@ -241,20 +252,18 @@ class SpectrumKVManager(MooncakeKVManager):  # type: ignore[misc]
         def send_natively() -> Any:
             return super(SpectrumKVManager, self).send_kvcache(*arguments, **kwargs)
 
-        only: Reason | None = None
-        if kwargs.get("dst_device_kv_indices") is not None:
-            only = Reason.HOST_DESTINATION
-        elif getattr(self, "enable_all_cp_ranks_for_transfer", False):
-            only = Reason.DCP
+        only = Reason.HOST_DESTINATION if kwargs.get("dst_device_kv_indices") is not None else None
         return self._send(mooncake_session_id, prefill_kv_indices, send_natively, only)
 
     def send_kvcache_slice(self, mooncake_session_id: str, prefill_kv_indices: Any, *args: Any, **kwargs: Any) -> int:
+        """As `send_kvcache`, to a decode rank of another TP size: the heads that both hold."""
+
         def send_natively() -> Any:
             return super(SpectrumKVManager, self).send_kvcache_slice(
                 mooncake_session_id, prefill_kv_indices, *args, **kwargs
             )
 
-        return self._send(mooncake_session_id, prefill_kv_indices, send_natively, Reason.TP_MISMATCH)
+        return self._send(mooncake_session_id, prefill_kv_indices, send_natively, None, sliced=True)
 
     def send_aux(self, req: Any, *args: Any, **kwargs: Any) -> Any:
         """The first token; ``req`` is SGLang's TransferInfo of the pages that the chunk's KV went to."""
@@ -282,8 +291,12 @@ class SpectrumKVManager(MooncakeKVManager):  # type: ignore[misc]
         self.current.blocks = getattr(self.current, "blocks", 0) + len(transfer_blocks)
         return int(super()._transfer_data(mooncake_session_id, transfer_blocks))
 
-    def _send(self, session: str, pages: Any, send_natively: Callable[[], Any], only: Reason | None) -> int:
+    def _send(
+        self, session: str, pages: Any, send_natively: Callable[[], Any], only: Reason | None, *, sliced: bool = False
+    ) -> int:
         """Send the current thread's chunk; ``only`` is the reason when nothing but the native path fits."""
+        if only is None and getattr(self, "enable_all_cp_ranks_for_transfer", False):
+            only = Reason.DCP
 
         def counted() -> NativeResult:
             self.current.blocks = 0
@@ -314,7 +327,9 @@ class SpectrumKVManager(MooncakeKVManager):  # type: ignore[misc]
             peer=getattr(self.decode_kv_args_table.get(session), "spectrumkv_handshake", None),
             room_is_live=lambda: self.request_status.get(chunk.room) not in (None, sglang_compat.kv_poll_failed()),
             forward_done=tuple(event for event in events if event is not None),
-            native_misfit=self._native_misfit(session) if only is None else "",
+            native_misfit=self._native_misfit(session, sliced=sliced) if only is None else "",
+            sliced=sliced,
+            page_bytes=self._sliced_page_bytes(session) if sliced else None,
             prompt=origin.prompt,
         )
         code, peer_suspect = self.prefill_rank.send(outgoing, counted, only)
@@ -322,16 +337,34 @@ class SpectrumKVManager(MooncakeKVManager):  # type: ignore[misc]
             self._spare(session)
         return code
 
-    def _native_misfit(self, session: str) -> str:
-        """Why whole pages of ours do not fit those of decode, or "". SGLang would copy them all the same."""
+    def _item_lengths(self, session: str) -> tuple[int, int]:
+        """Bytes of a page of one layer's K or V here and on decode; decode's are ours where it does not say."""
         ours = int(self.kv_args.kv_item_lens[0])
-        theirs = int(getattr(self.decode_kv_args_table.get(session), "dst_kv_item_len", None) or ours)
-        if theirs == ours:
+        return ours, int(getattr(self.decode_kv_args_table.get(session), "dst_kv_item_len", None) or ours)
+
+    def _sliced_page_bytes(self, session: str) -> int:
+        """Native bytes of a page over all layers, of the heads that a decode rank of another TP size takes."""
+        ours, theirs = self._item_lengths(session)
+        return int(sum(self.kv_args.kv_item_lens)) * min(ours, theirs) // ours
+
+    def _native_misfit(self, session: str, *, sliced: bool) -> str:
+        """Why pages of ours, or their heads, do not fit those of decode, or "". SGLang would copy them all the same."""
+        ours, theirs = self._item_lengths(session)
+        fits = theirs == ours
+        if sliced:  # one of them holds several times as many heads
+            fits = max(ours, theirs) % min(ours, theirs) == 0 and self._same_head_bytes(session, ours, theirs)
+        if fits:
             return ""
         return (
             f"a page of a layer has {ours} bytes on prefill and {theirs} on decode {session}: serve the same model "
             "on both with the same --dtype, --kv-cache-dtype and --page-size"
         )
+
+    def _same_head_bytes(self, session: str, ours: int, theirs: int) -> bool:
+        """Whether pages of these lengths are of heads of one size; also where decode's number of heads is not known."""
+        peer = getattr(self.decode_kv_args_table.get(session), "spectrumkv_handshake", None)
+        held = self.prefill_rank.kv_heads if self.prefill_rank is not None else None
+        return held is None or not isinstance(peer, Handshake) or ours * peer.kv_heads == theirs * held
 
     def expect_request(self, room: int, parameters: Any) -> None:
         """A request came that will be sent as ``room``, with ``parameters`` for this package; before it is sent."""

@@ -52,7 +52,9 @@ class Open(_Message, frozen=True):
     prompt: U64  # digest of the request's prompt (see request_identity); 0: not known
     page_start: U32  # first page of the chunk, counted from the first page that decode allocated for the room
     page_count: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
-    geometry_digest: U64
+    geometry_digest: U64  # of the heads that travel
+    first_head: U32  # of decode's own KV heads; those before and behind the chunk's heads stay as they are
+    heads: Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)]
     table: Annotated[bytes, msgspec.Meta(max_length=1 << 20)]  # PrecisionTable.to_bytes()
     tiers: TierList  # those that the chunk's rows use; a COMMIT with any other is refused
     slots_wanted: Annotated[int, msgspec.Meta(ge=1, le=MOST_GRANTED_SLOTS)]

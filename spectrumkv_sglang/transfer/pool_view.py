@@ -6,7 +6,8 @@ layout is left to SGLang's own path.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -17,8 +18,11 @@ from spectrumkv_sglang.payload.errors import PayloadError
 from spectrumkv_sglang.payload.geometry import KVGeometry
 from spectrumkv_sglang.payload.key_rotation import RotatedRows
 from spectrumkv_sglang.payload.precision_table import PrecisionTable
+from spectrumkv_sglang.profiles.profile import Profile
+from spectrumkv_sglang.profiles.tier import Tier
 from spectrumkv_sglang.transfer.errors import GoNativeError
 
+_MOST_PARTS = 64
 _DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
@@ -36,10 +40,11 @@ class Rotation(Protocol):
 
 @dataclass(frozen=True)
 class PoolView:
-    """Tensors and geometry of a tierable pool.
+    """Tensors and geometry of a tierable pool, or of some of its KV heads (`of_heads`).
 
     ``buffers.k[layer]`` and ``buffers.v[layer]`` are [pool slots, kv heads, head dim], on ``device``. ``rotation`` is
-    what the model turns its keys by, None where that is not known: ``why_no_rotation`` says why.
+    what the model turns its keys by, None where that is not known: ``why_no_rotation`` says why. ``first_head`` is that
+    of the rank's ``heads_held`` (None: as many as ``geometry`` has) which comes first here.
     """
 
     buffers: KVBuffers
@@ -48,6 +53,39 @@ class PoolView:
     pool_slots: int
     rotation: Rotation | None = None
     why_no_rotation: str = "nothing was said about the model's rotary embedding"
+    first_head: int = 0
+    heads_held: int | None = None
+    _parts: dict[tuple[int, int], PoolView] = field(init=False, default_factory=dict, repr=False, compare=False)
+
+    def of_heads(self, first: int, count: int) -> PoolView:
+        """What packing and unpacking see when they may touch KV heads ``first`` to ``first + count - 1`` only.
+
+        Raises:
+            PayloadError: the pool does not have them.
+        """
+        if (first, count) == (0, self.geometry.kv_heads):
+            return self
+        part = self._parts.get((first, count))
+        if part is None:
+            part = replace(
+                self,
+                buffers=self.buffers.of_heads(first, count),
+                geometry=replace(self.geometry, kv_heads=count),
+                first_head=self.first_head + first,
+                heads_held=self.heads_held or self.geometry.kv_heads,
+            )
+            if len(self._parts) < _MOST_PARTS:  # beyond any split: a peer that asks for more gets no memory for it
+                part = self._parts.setdefault((first, count), part)
+        return part
+
+    def table(self, profile: Profile, allowed_tiers: Iterable[Tier] | None = None) -> PrecisionTable:
+        """Precisions of ``profile`` for these heads. Head ids of a profile are those of the whole rank.
+
+        Raises:
+            ProfileError: it names layers or heads that the rank does not have.
+        """
+        whole = replace(self.geometry, kv_heads=self.heads_held or self.geometry.kv_heads)
+        return profile.table(whole, allowed_tiers).of_heads(self.first_head, self.geometry.kv_heads)
 
     def rotated(self, table: PrecisionTable, first_position: int, rows: int) -> RotatedRows | None:
         """Angles of ``rows`` tokens from ``first_position`` of their prompt on; None where ``table`` needs none.

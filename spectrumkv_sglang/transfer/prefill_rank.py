@@ -39,6 +39,7 @@ from spectrumkv_sglang.transfer.pool_view import PoolView
 from spectrumkv_sglang.transfer.request_identity import UNKNOWN
 from spectrumkv_sglang.transfer.room_decisions import ChunkCost, RoomDecisions
 from spectrumkv_sglang.transfer.sending_policy import SendingPolicy, ServedCandidates
+from spectrumkv_sglang.transfer.shared_heads import RankHeads, SharedHeads, shared_heads
 from spectrumkv_sglang.transfer.slot_memory import SlotMemory
 from spectrumkv_sglang.transfer.slot_pool import SlotPool
 from spectrumkv_sglang.transfer.tier_agreement import forbidden_in
@@ -61,6 +62,8 @@ class OutgoingChunk:
     ``pages`` are prefill's page ids; the chunk covers pages [page_start, page_start + len(pages)) of what decode
     allocated for the room. ``prefix_tokens`` of the prompt lie on decode already. ``room_pages`` is the number of
     pages that decode allocated. ``native_misfit`` says why SGLang's own path would corrupt decode's KV, if it would.
+    ``sliced``: the peers' TP sizes differ, and SGLang would send the heads that both hold, not whole pages.
+    ``page_bytes`` are those that SGLang would send of each page; None: all of it.
     ``forward_done`` are CUDA events after the forward that writes the pages. ``prompt`` is the digest of the request's.
     """
 
@@ -75,6 +78,8 @@ class OutgoingChunk:
     room_is_live: Callable[[], bool]
     forward_done: tuple[Any, ...] = ()
     native_misfit: str = ""
+    sliced: bool = False
+    page_bytes: int | None = None
     prompt: int = UNKNOWN
 
 
@@ -93,6 +98,7 @@ class PrefillRank:
         view: the pool, or the GoNativeError that says why its KV is not tiered.
         engine: Mooncake's TransferEngine.
         page_bytes: native bytes of one page over all layers.
+        heads: KV heads of the model that the pool holds; None: not known, then decode must have as many ranks.
         served: what the controller may choose from; None: every room travels as configured.
     """
 
@@ -106,8 +112,9 @@ class PrefillRank:
         page_bytes: int,
         metrics: TransferMetrics,
         served: ServedCandidates | None = None,
+        heads: RankHeads | None = None,
     ) -> None:
-        self._view, self._config, self._metrics = view, config, metrics
+        self._view, self._config, self._metrics, self._heads = view, config, metrics, heads
         self._page_size, self._page_bytes = page_size, page_bytes
         self._log = (
             TransferLog(str(config.transfer_log), on_error=metrics.transfer_log_error) if config.transfer_log else None
@@ -138,7 +145,7 @@ class PrefillRank:
             observed = any(len(policy.usable_tiers) > 1 for policy in policies)
             if isinstance(self.scorer, AttentionScorer) and observed:
                 self.scores = SlotScores(view.pool_slots, view.device)
-            self._planner = ChunkPlanner(view, config, self.scorer, self.scores)
+            self._planners = {(0, view.geometry.kv_heads): ChunkPlanner(view, config, self.scorer, self.scores)}
             warm_up(view, policies)
 
     def send(
@@ -166,6 +173,11 @@ class PrefillRank:
             logger.exception("room %d failed: unexpected error while sending a chunk", chunk.room)
             return -1, False
 
+    @property
+    def kv_heads(self) -> int | None:
+        """KV heads of this rank, where its pool is known."""
+        return self._view.geometry.kv_heads if isinstance(self._view, PoolView) else None
+
     def close(self) -> None:
         """Release the staging region and the log. Control sockets end with their context."""
         if isinstance(self._view, PoolView):
@@ -185,12 +197,12 @@ class PrefillRank:
         """As :meth:`send`, for a chunk that may be tiered."""
         decision: Decision | None = None
         try:
-            view, peer = self._require_tierable(chunk)
+            view, peer, decode_head = self._require_tierable(chunk)
             policy: SendingPolicy | None = None
             if decisions is not None:
                 decision = self._decide(decisions, chunk, peer)
                 policy = decisions.require_tiered(decision)
-            self._account(chunk, self._send_tiered(chunk, view, peer, policy, cost), started, decision)
+            self._account(chunk, self._send_tiered(chunk, view, peer, decode_head, policy, cost), started, decision)
             cost.as_decided = True
             return 0, False
         except GoNativeError as reason:
@@ -205,7 +217,7 @@ class PrefillRank:
                 peer,
                 first=chunk.page_start == 0,
                 prompt_tokens=chunk.prefix_tokens + chunk.room_pages * self._page_size,
-                native_bytes=chunk.room_pages * self._page_bytes,
+                native_bytes=chunk.room_pages * self._page_bytes_of(chunk),
             )
         except Exception as error:
             logger.exception("room %d: the controller failed", chunk.room)
@@ -214,16 +226,24 @@ class PrefillRank:
     # ---- tiered --------------------------------------------------------------------------------------------------
 
     def _send_tiered(
-        self, chunk: OutgoingChunk, view: PoolView, peer: Handshake, policy: SendingPolicy | None, cost: ChunkCost
+        self,
+        chunk: OutgoingChunk,
+        view: PoolView,
+        peer: Handshake,
+        decode_head: int,
+        policy: SendingPolicy | None,
+        cost: ChunkCost,
     ) -> ChunkRecord:
         began = time.perf_counter()
         with self._device_stream(view, chunk):  # importance is the forward's, too
-            planned = self._plan(chunk, peer, policy)
+            planned = self._plan(chunk, view, peer, policy)
             plan = planned.plan
             task = ChunkTask(
                 room=chunk.room,
                 session=chunk.session,
                 peer=peer,
+                view=view,
+                decode_head=decode_head,
                 pages=chunk.pages,
                 page_start=chunk.page_start,
                 first_position=self._first_position(chunk),
@@ -261,10 +281,19 @@ class PrefillRank:
             last_chunk=chunk.last_chunk,
         )
 
-    def _plan(self, chunk: OutgoingChunk, peer: Handshake, policy: SendingPolicy | None) -> PlannedChunk:
-        """Tiers and sub-chunks of ``chunk``, such as decode takes."""
+    def _planner_of(self, view: PoolView) -> ChunkPlanner:
+        key = (view.first_head, view.geometry.kv_heads)
+        planner = self._planners.get(key)
+        if planner is None:
+            planner = self._planners.setdefault(key, ChunkPlanner(view, self._config, self.scorer, self.scores))
+        return planner
+
+    def _plan(
+        self, chunk: OutgoingChunk, view: PoolView, peer: Handshake, policy: SendingPolicy | None
+    ) -> PlannedChunk:
+        """Tiers and sub-chunks of the heads in ``view``, such as decode takes."""
         try:
-            planned = self._planner.plan(
+            planned = self._planner_of(view).plan(
                 room=chunk.room,
                 pages=chunk.pages,
                 first_position=self._first_position(chunk),
@@ -292,7 +321,8 @@ class PrefillRank:
     def _first_position(self, chunk: OutgoingChunk) -> int:
         return chunk.prefix_tokens + chunk.page_start * self._page_size
 
-    def _require_tierable(self, chunk: OutgoingChunk) -> tuple[PoolView, Handshake]:
+    def _require_tierable(self, chunk: OutgoingChunk) -> tuple[PoolView, Handshake, int]:
+        """The heads that decode takes, decode, and which of decode's heads they begin at."""
         if not self._config.enabled:
             raise GoNativeError(Reason.DISABLED, "switched off by enabled: false or SPECTRUMKV_ENABLED")
         if not isinstance(self._view, PoolView):
@@ -309,13 +339,28 @@ class PrefillRank:
                 "with the same --dtype and --kv-cache-dtype",
             )
         theirs = (peer.layers, peer.kv_heads, peer.head_dim, peer.v_head_dim, peer.page_size)
-        if theirs != (ours.layers, ours.kv_heads, ours.head_dim, ours.v_head_dim, ours.page_size):
+        kv_heads = peer.kv_heads if chunk.sliced else ours.kv_heads
+        if theirs != (ours.layers, kv_heads, ours.head_dim, ours.v_head_dim, ours.page_size):
             raise GoNativeError(
                 Reason.GEOMETRY_MISMATCH,
                 f"prefill has {ours}, decode (layers, kv heads, head dim, v head dim, page size) = {theirs}",
             )
+        shared = self._require_shared_heads(chunk, peer, ours.kv_heads)
         self._require_same_secret(peer)
-        return self._view, peer
+        return self._view.of_heads(shared.ours, shared.count), peer, shared.theirs
+
+    def _require_shared_heads(self, chunk: OutgoingChunk, peer: Handshake, held: int) -> SharedHeads:
+        """The heads that decode takes of this rank: all of them between equal TP sizes."""
+        if not chunk.sliced:
+            return SharedHeads(0, 0, held)
+        shared = None if self._heads is None or peer.heads is None else shared_heads(self._heads, peer.heads)
+        if shared is None:
+            raise GoNativeError(
+                Reason.TP_MISMATCH,
+                f"prefill has {self._heads or f'{held} heads of its own'}, decode at {peer.control_endpoint} "
+                f"{peer.heads or f'{peer.kv_heads} heads of its own'}: neither is a part of the other",
+            )
+        return shared
 
     def _require_same_secret(self, peer: Handshake) -> None:
         ours = self._keys.fingerprint if self._keys is not None else ""
@@ -358,7 +403,7 @@ class PrefillRank:
         sender: ChunkSender | None = getattr(self._per_thread, "sender", None)
         if sender is None:
             sender = self._per_thread.sender = ChunkSender(
-                view=view,
+                device=view.device,
                 config=self._config,
                 memory=self._memory,
                 staging=self._staging,
@@ -405,7 +450,7 @@ class PrefillRank:
         self._say_native(chunk, reason)
         for event in chunk.forward_done:
             event.synchronize()  # SGLang before 0.5.23 does not wait for it itself
-        size = len(chunk.pages) * self._page_bytes
+        size = len(chunk.pages) * self._page_bytes_of(chunk)
         timed = self.decisions.timed_native(chunk.session, size) if decision and self.decisions else nullcontext()
         with timed as native:
             result = send_natively()
@@ -426,8 +471,12 @@ class PrefillRank:
             f"a chunk of room {chunk.room} travels natively, not tiered ({reason.reason.value}): {reason}",
         )
 
+    def _page_bytes_of(self, chunk: OutgoingChunk) -> int:
+        """Native bytes of one page of the chunk, as far as decode takes it."""
+        return self._page_bytes if chunk.page_bytes is None else chunk.page_bytes
+
     def _native_record(self, chunk: OutgoingChunk, reason: Reason, writes: int) -> ChunkRecord:
-        size = len(chunk.pages) * self._page_bytes
+        size = len(chunk.pages) * self._page_bytes_of(chunk)
         return ChunkRecord(
             time=time.time(),
             room=chunk.room,

@@ -43,7 +43,7 @@ class SendingPolicy:
 
     def table(self, view: PoolView) -> PrecisionTable:
         """Its precisions for the pool. ProfileError: it names layers or heads that the model does not have."""
-        return self.profile.table(view.geometry, self.allowed_tiers)
+        return view.table(self.profile, self.allowed_tiers)
 
 
 @dataclass(frozen=True)

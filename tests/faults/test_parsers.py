@@ -65,7 +65,7 @@ WIRE: list[tuple[str, Parser, type[SpectrumKVError], Any, list[bytes]]] = [
         ControlMessageError,
         PrefillMessage,
         [
-            encode(Open(1, 2, 3, 7, 4, 5, 6, TABLE.to_bytes(), [0, 1, 2], 4, 1.0)),
+            encode(Open(1, 2, 3, 7, 4, 5, 6, 0, 2, TABLE.to_bytes(), [0, 1, 2], 4, 1.0)),
             encode(Commit(1, 2, 3, 4, 5, 9, 7, [3, 3, 3], encode_tier_map(TIERS, 3), 4096, 2**63, "zstd", 99)),
             encode(Close(1, [0, 7])),
         ],
@@ -89,7 +89,9 @@ WIRE: list[tuple[str, Parser, type[SpectrumKVError], Any, list[bytes]]] = [
         Handshake,
         [
             encode_handshake(
-                Handshake("tcp://10.0.0.7:1", 5, "bfloat16", 3, 2, 64, 64, 1, 65536, 4, [0, 1, 2], True, "k", ["zstd"])
+                Handshake(
+                    "tcp://10.0.0.7:1", 5, "bfloat16", 3, 2, 2, 4, 64, 64, 1, 65536, 4, [0, 1, 2], True, "k", ["zstd"]
+                )
             )
         ],
     ),

@@ -22,6 +22,7 @@ from raw_prefill import RawPrefill  # noqa: E402
 
 from spectrumkv_sglang.transfer import chunk_sender  # noqa: E402
 from spectrumkv_sglang.transfer.control_keys import ControlKeys  # noqa: E402
+from spectrumkv_sglang.transfer.shared_heads import RankHeads  # noqa: E402
 
 POOL_PAGES = 400
 MakeRank = Callable[..., PeerRank]
@@ -90,7 +91,13 @@ def make_rank(peer: DecodePeer, resources_return: None) -> Iterator[MakeRank]:
     """Start a decode rank; at the end of the test it must hold no slot, chunk or room, and it is closed."""
     ranks: list[PeerRank] = []
 
-    def make(geometry: Any = GEOMETRY, on: DecodePeer = peer, knows_rotation: bool = True, **config: Any) -> PeerRank:
+    def make(
+        geometry: Any = GEOMETRY,
+        on: DecodePeer = peer,
+        knows_rotation: bool = True,
+        heads: RankHeads | None = None,
+        **config: Any,
+    ) -> PeerRank:
         settings = {
             "slot_bytes": SLOT_BYTES,
             "slots_per_chunk": 1,
@@ -99,7 +106,7 @@ def make_rank(peer: DecodePeer, resources_return: None) -> Iterator[MakeRank]:
             "lease_s": 20,
             **config,
         }
-        rank = PeerRank(on, geometry, POOL_PAGES // geometry.page_size, settings, knows_rotation)
+        rank = PeerRank(on, geometry, POOL_PAGES // geometry.page_size, settings, knows_rotation, heads)
         if on is peer:
             ranks.append(rank)
         return rank
@@ -117,7 +124,7 @@ def make_prefill(engine: Any, tmp_path: Path, resources_return: None) -> Iterato
     sources: list[PrefillSide] = []
     numbers = itertools.count()
 
-    def make(geometry: Any = GEOMETRY, **config: Any) -> PrefillSide:
+    def make(geometry: Any = GEOMETRY, heads: RankHeads | None = None, **config: Any) -> PrefillSide:
         settings = {
             "slot_bytes": SLOT_BYTES,
             "profile": "native-packed",
@@ -130,7 +137,7 @@ def make_prefill(engine: Any, tmp_path: Path, resources_return: None) -> Iterato
             **config,
         }
         log = tmp_path / f"transfers-{next(numbers)}.jsonl"
-        source = PrefillSide(engine, geometry, POOL_PAGES // geometry.page_size, log, **settings)
+        source = PrefillSide(engine, geometry, POOL_PAGES // geometry.page_size, log, heads, **settings)
         sources.append(source)
         return source
 

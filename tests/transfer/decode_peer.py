@@ -23,6 +23,7 @@ from decode_process import UNTOUCHED
 from spectrumkv_sglang.payload.codec import KVBuffers
 from spectrumkv_sglang.payload.geometry import KVGeometry
 from spectrumkv_sglang.transfer.handshake import Handshake, decode_handshake
+from spectrumkv_sglang.transfer.shared_heads import RankHeads
 from spectrumkv_sglang.transfer.unpacking import pool_slots_of_pages
 
 MOONCAKE_ENVIRONMENT = {
@@ -114,7 +115,13 @@ class PeerRank:
     """One rank of the decode process."""
 
     def __init__(
-        self, peer: DecodePeer, geometry: KVGeometry, pages: int, config: dict[str, Any], knows_rotation: bool = True
+        self,
+        peer: DecodePeer,
+        geometry: KVGeometry,
+        pages: int,
+        config: dict[str, Any],
+        knows_rotation: bool = True,
+        heads: RankHeads | None = None,
     ) -> None:
         self.peer, self.geometry, self.pages = peer, geometry, pages
         self._rank = next(_rank_numbers)
@@ -125,6 +132,7 @@ class PeerRank:
             pages=pages,
             config=config,
             knows_rotation=knows_rotation,
+            heads=[heads.first, heads.count, heads.total] if heads is not None else None,
         )
         self.handshake: Handshake = decode_handshake(bytes.fromhex(frame))
 

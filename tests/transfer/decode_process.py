@@ -32,6 +32,7 @@ from spectrumkv_sglang.payload.geometry import KVGeometry
 from spectrumkv_sglang.payload.key_rotation import KeyRotation
 from spectrumkv_sglang.transfer.decode_rank import DecodeRank
 from spectrumkv_sglang.transfer.pool_view import PoolView
+from spectrumkv_sglang.transfer.shared_heads import RankHeads
 
 HOST = "127.0.0.1"
 UNTOUCHED = 7.0  # what every element of a new pool holds
@@ -44,7 +45,13 @@ class ServedRank:
     """One DecodeRank with its pool."""
 
     def __init__(
-        self, geometry: KVGeometry, pages: int, config: dict[str, Any], engine: Any, rotation: KeyRotation | None
+        self,
+        geometry: KVGeometry,
+        pages: int,
+        config: dict[str, Any],
+        engine: Any,
+        rotation: KeyRotation | None,
+        heads: RankHeads | None,
     ) -> None:
         slots, dtype = pages * geometry.page_size, getattr(torch, geometry.dtype)
 
@@ -59,6 +66,7 @@ class ServedRank:
             engine=engine,
             host=HOST,
             metrics=TransferMetrics("decode", 0, registry=self.registry),
+            heads=heads,
         )
         self.held: dict[int, threading.Event] = {}
 
@@ -91,11 +99,19 @@ class DecodeProcess:
         return f"{HOST}:{self.engine.get_rpc_port()}"
 
     def start_rank(
-        self, rank: int, geometry: dict[str, Any], pages: int, config: dict[str, Any], knows_rotation: bool
+        self,
+        rank: int,
+        geometry: dict[str, Any],
+        pages: int,
+        config: dict[str, Any],
+        knows_rotation: bool,
+        heads: list[int] | None,
     ) -> str:
         kept = KVGeometry(**geometry)
         rotation = key_angles(kept) if knows_rotation else None
-        served = self.ranks[rank] = ServedRank(kept, pages, config, self.engine, rotation)
+        served = self.ranks[rank] = ServedRank(
+            kept, pages, config, self.engine, rotation, RankHeads(*heads) if heads else None
+        )
         return served.rank.handshake_frame.hex()
 
     def stop_rank(self, rank: int) -> None:

@@ -27,6 +27,7 @@ from spectrumkv_sglang.transfer.chunk_planner import PlannedChunk
 from spectrumkv_sglang.transfer.pool_view import PoolView
 from spectrumkv_sglang.transfer.prefill_rank import NativeResult, OutgoingChunk, PrefillRank
 from spectrumkv_sglang.transfer.sending_policy import serve_candidates
+from spectrumkv_sglang.transfer.shared_heads import RankHeads
 from spectrumkv_sglang.transfer.unpacking import pool_slots_of_pages
 from spectrumkv_sglang.verification.fingerprint import FingerprintError
 
@@ -81,7 +82,15 @@ class Outcome:
 class PrefillSide:
     """A real PrefillRank over a pool of random KV."""
 
-    def __init__(self, engine: Any, geometry: KVGeometry, pages: int, log: Path, **config: Any) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        geometry: KVGeometry,
+        pages: int,
+        log: Path,
+        heads: RankHeads | None = None,
+        **config: Any,
+    ) -> None:
         self.geometry, self.pages, self.engine, self._log = geometry, pages, TappedEngine(engine), log
         slots, generator = pages * geometry.page_size, torch.Generator().manual_seed(pages)
 
@@ -101,6 +110,7 @@ class PrefillSide:
             page_size=geometry.page_size,
             page_bytes=geometry.page_size * geometry.native_bytes_per_token,
             metrics=TransferMetrics("prefill", 0, registry=self._registry),
+            heads=heads,
         )
 
     def some_pages(self, count: int) -> Pages:
@@ -146,7 +156,7 @@ class PrefillSide:
 
     def plan(self, room: int, pages: Pages, slot_bytes: int) -> PlannedChunk:
         """The plan that `send` makes for a room's only chunk."""
-        return self.rank._planner.plan(
+        return self.rank._planner_of(self.view).plan(
             room=room,
             pages=np.array(pages, dtype=np.int64),
             first_position=0,

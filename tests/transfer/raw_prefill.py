@@ -79,6 +79,8 @@ class RawPrefill:
             "page_start": 0,
             "page_count": pages,
             "geometry_digest": self.source.geometry.digest(),
+            "first_head": 0,
+            "heads": self.source.geometry.kv_heads,
             "table": self.table.to_bytes(),
             "tiers": [0],
             "slots_wanted": 1,

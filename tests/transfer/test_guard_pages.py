@@ -102,6 +102,8 @@ class Target:
                     page_start=start,
                     page_count=count,
                     geometry_digest=GEOMETRY.digest(),
+                    first_head=0,
+                    heads=GEOMETRY.kv_heads,
                     table=table.to_bytes(),
                     tiers=list(range(table.tiers)),
                     slots_wanted=1,

@@ -38,6 +38,8 @@ HANDSHAKES = st.builds(
     kv_dtype=st.text(max_size=20),
     layers=COUNT,
     kv_heads=COUNT,
+    first_head=st.integers(0, 2**16 - 1),
+    total_heads=st.just(0),
     head_dim=COUNT,
     v_head_dim=COUNT,
     page_size=COUNT,
@@ -48,7 +50,7 @@ HANDSHAKES = st.builds(
     codecs=st.lists(st.text(max_size=16), max_size=8),
 )
 HANDSHAKE = Handshake(
-    "tcp://10.0.0.7:50123", 2**63, "bfloat16", 30, 3, 64, 64, 16, 16 << 20, 8, [0, 1], True, "", ["zstd"]
+    "tcp://10.0.0.7:50123", 2**63, "bfloat16", 30, 3, 3, 9, 64, 64, 16, 16 << 20, 8, [0, 1], True, "", ["zstd"]
 )
 FRAME = encode_handshake(HANDSHAKE)
 FIELDS = msgspec.to_builtins(HANDSHAKE)

@@ -36,7 +36,9 @@ def test_the_messages_of_a_subchunk(tier_map_bytes: int) -> None:
 @pytest.mark.parametrize("slots", [1, 4, MOST_GRANTED_SLOTS])
 @pytest.mark.parametrize("table_bytes", [0, 1, 255, 256, 65_535, 65_536])
 def test_the_messages_of_a_chunk(slots: int, table_bytes: int) -> None:
-    opening = Open(U64, U64, U64, U64, U32, U31, U64, b"\xff" * table_bytes, ALL_TIERS, MOST_GRANTED_SLOTS, 0.1)
+    opening = Open(
+        U64, U64, U64, U64, U32, U31, U64, U32, 2**16 - 1, b"\xff" * table_bytes, ALL_TIERS, MOST_GRANTED_SLOTS, 0.1
+    )
     granted = Granted(U64, [SlotGrant(U32, U64, U64)] * slots, U64)
     close = Close(U64, [U32] * slots)
     assert decode_from_prefill(encode(opening)) == opening

@@ -48,6 +48,8 @@ FROM_PREFILL: st.SearchStrategy[PrefillMessage] = st.one_of(
         U32,
         PAGE_COUNT,
         U64,
+        U32,
+        st.integers(1, 2**16 - 1),
         st.binary(max_size=300),
         st.lists(st.integers(0, MAX_TIERS - 1), min_size=1, max_size=MAX_TIERS),
         st.integers(1, MOST_GRANTED_SLOTS),
@@ -79,7 +81,7 @@ FROM_DECODE: st.SearchStrategy[DecodeMessage] = st.one_of(
 )
 # One message of each kind, with the decoder of its direction.
 EXAMPLES: list[tuple[Any, Any]] = [
-    (Open(1, 5, 2**63, 2**64 - 1, 0, 900, 2**64 - 1, b"\3" + b"\0" * 30, [0, 2], 4, 1.0), decode_from_prefill),
+    (Open(1, 5, 2**63, 2**64 - 1, 0, 900, 2**64 - 1, 0, 8, b"\3" + b"\0" * 30, [0, 2], 4, 1.0), decode_from_prefill),
     (Commit(1, 2, 3, 4, 5, 6, 7, [1, 2, 3], b"\0\1", 70_000, 2**64 - 1), decode_from_prefill),
     (Close(1, [0, 7]), decode_from_prefill),
     (Granted(1, [SlotGrant(0, 1, 2**47), SlotGrant(1, 9, 2**47 + 4096)], 4096), decode_from_decode),
