@@ -20,8 +20,9 @@ from soak_client import ask_pair, ask_plain
 from soak_judging import Expected, Limits, Verdict, first_difference, judge
 from soak_plain import SoakError, expected_of
 
+from spectrumkv_sglang.launch.processes import ProcessError
 from spectrumkv_sglang.launch.prompts import LONG_PROMPTS, SHORT_PROMPTS
-from spectrumkv_sglang.launch.servers import Device, Fleet, Role, ServerError, ServerSpec, SGLangServer
+from spectrumkv_sglang.launch.servers import Device, Fleet, Role, ServerSpec, SGLangServer
 from spectrumkv_sglang.observability.live_metrics import LiveMetrics
 from spectrumkv_sglang.observability.metric_specs import CHUNKS, NATIVE_BYTES, WIRE_BYTES
 
@@ -79,7 +80,7 @@ class ShapeBench:
             return Row(shape.name, shape.what, not_started=f"no model was given for it (--{shape.model}-model)")
         try:
             right = self._right_answers(shape)
-        except (ServerError, SoakError) as error:
+        except (ProcessError, SoakError) as error:
             text = f"the plain server: {error_line(self._log(shape, 'plain'), str(error))}"
             return Row(shape.name, shape.what, not_started=text, sglang="the same server", sglang_fails=True)
         row = self._ask_pair(shape, OURS, right)
@@ -147,7 +148,7 @@ class ShapeBench:
         try:
             try:
                 self._fleet.wait_ready(servers, timeout_seconds=self._settings.ready_seconds)
-            except ServerError as error:
+            except ProcessError as error:
                 dead = [server for server in servers if not server.alive] or servers
                 text = f"{dead[0].spec.role.value}: {error_line(dead[0].log_path, str(error))}"
                 return Row(shape.name, shape.what, not_started=text)
