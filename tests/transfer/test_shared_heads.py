@@ -24,7 +24,7 @@ from spectrumkv_sglang.transfer.pool_view import PoolView
 from spectrumkv_sglang.transfer.shared_heads import RankHeads, heads_of_rank, shared_heads
 
 HEAD_BYTES = 4
-PEER = Handshake("tcp://10.0.0.7:50123", 1, "bfloat16", 2, 2, 4, 8, 16, 8, 1, 1 << 20, 8, [0, 1], True, "")
+PEER = Handshake("tcp://10.0.0.7:50123", 1, "bfloat16", 2, 2, 4, 8, 16, 8, 1, 1 << 20, 8, [0, 1], True, "", [])
 SIZES = st.sampled_from([1, 2, 4, 8, 16])
 
 
