@@ -3,7 +3,8 @@
     python benchmarks/controller.py --model-path DIR --out DIR [--phases 1:12,0.1:12,0:16] [-- SGLang flags]
 
 Prefill and decode run in two network namespaces; a token bucket limits the link between them, and its rate changes
-from phase to phase (RATE:REQUESTS, Gb/s, 0: no limit). Every arm is a prefill server of its own: the controller,
+from phase to phase (RATE:REQUESTS, Gb/s, 0: no limit), and with it what requests ask for, where that is said
+(RATE:REQUESTS:TARGET:MAX_KL; either may be empty). Every arm is a prefill server of its own: the controller,
 SGLang's own backend, and each candidate as a fixed profile. The arms answer every request one after the other, in an
 order that rotates, so that a busy moment of the machine meets them alike.
 
@@ -106,7 +107,7 @@ class ControllerRun:
             "prompt_tokens": options.prompt_tokens,
             "fresh": options.fresh,
             "target_s": options.target,
-            "candidates": [asdict(c) for c in candidates],
+            "candidates": [{**asdict(c), "label": c.label} for c in candidates],
             "safe": safe.label,
             "settings": options.settings,
             "failures": [],
@@ -124,7 +125,7 @@ class ControllerRun:
             self._began = time.monotonic()
             for number in range(max(self._options.warm_up, self._options.prompts)):
                 self._round(group.pairs, WARM_UP, number)
-            for index, (rate, requests) in enumerate(self._options.phases):
+            for index, (rate, requests, *_) in enumerate(self._options.phases):
                 link.set_rate(round(rate * GIGABIT) if rate else None)
                 phase = Phase(rate, requests, goodput_gbps(link), os.getloadavg()[0], time.monotonic() - self._began)
                 self._phases.append(phase)
@@ -162,7 +163,9 @@ class ControllerRun:
             pair.log.skip()
         logged = pair.log_path.stat().st_size if pair.log_path.exists() else 0
         tokens = prompt_of(options.prompt_tokens, number % options.prompts, options.vocabulary)
-        limits = {"spectrumkv": {"ttft_target_s": options.target}} if options.target and phase != WARM_UP else None
+        target, max_kl = (None, None) if phase == WARM_UP else options.phases[phase][2:]
+        target = target or (options.target if phase != WARM_UP else None)
+        limits = {name: value for name, value in (("ttft_target_s", target), ("max_kl", max_kl)) if value is not None}
         sent = time.monotonic() - self._began
         answer = generate_on_pair(
             pair.prefill,
@@ -170,12 +173,11 @@ class ControllerRun:
             tokens,
             max_new_tokens=1,
             timeout_seconds=options.request_timeout,
-            sampling={"custom_params": limits} if limits and pair.log is not None else None,
+            sampling={"custom_params": {"spectrumkv": limits}} if limits and pair.log is not None else None,
         )
         name = pair.variant.name
         blank = Sample(name, phase, number, options.prompt_tokens, sent, answer.seconds, 0.0, 0, 0, candidate=name)
-        if limits is not None:
-            blank = replace(blank, target_s=options.target)
+        blank = replace(blank, target_s=target, max_kl=max_kl)
         if pair.log is None:
             plain = read_plain_transfer(pair.log_path, logged)
             if plain is None or plain.failed:
@@ -205,8 +207,14 @@ class ControllerRun:
         )
 
 
-def _phases(text: str) -> list[tuple[float, int]]:
-    return [(float(rate), int(requests)) for rate, requests in (part.split(":") for part in text.split(","))]
+def _phases(text: str) -> list[tuple[float, int, float | None, float | None]]:
+    """(Gb/s, requests, TTFT target in seconds, largest KL) of each phase."""
+    found = []
+    for part in text.split(","):
+        rate, requests, *limits = part.split(":")
+        target, max_kl = (float(limit) if limit else None for limit in (*limits, "", "")[:2])
+        found.append((float(rate), int(requests), target, max_kl))
+    return found
 
 
 def _candidates(text: str) -> tuple[Fixed, ...]:
@@ -230,7 +238,7 @@ def _options() -> argparse.Namespace:
         "--phases",
         type=_phases,
         default=_phases("1:14,0.1:14,0:20,0.3:14,0:20,0.1:14,1:14"),
-        help="RATE:REQUESTS,... in Gb/s, 0: no limit",
+        help="RATE:REQUESTS[:TARGET[:MAX_KL]],... in Gb/s, 0: no limit; limits of its requests: s, nats a token",
     )
     parser.add_argument(
         "--candidates", type=_candidates, default=SHIPPED, help="PROFILE@BUDGET:KL,...; default: the shipped ones"

@@ -16,16 +16,20 @@ from controller_samples import (
     Ratio,
     Whole,
     bypass_cost,
+    choices_of,
+    losses_of,
     phase_results,
     read_samples,
     whole,
 )
+from controller_targets import FEASIBLE, Violations, violations
 
 
 def report_of(document: Mapping[str, Any]) -> str:
     """The run as Markdown."""
     phases, samples = read_samples(document)
-    results = phase_results(phases, samples)
+    losses = losses_of(document)
+    results = phase_results(phases, samples, losses)
     loads = [phase.load for phase in phases]
     parts = [
         f"{document['model']}, {document['device']}, SGLang {document['sglang']}, {document['cores']} cores, "
@@ -33,7 +37,7 @@ def report_of(document: Mapping[str, Any]) -> str:
         f"{'caches emptied' if document['fresh'] else 'in the prefix cache of prefill'}",
         _transfer_table(results),
         _choice_table(results),
-        _whole_table(whole(samples)),
+        _whole_table(whole(samples), set(choices_of(samples, losses))),
     ]
     for name, ratio in (
         ("transfer", bypass_cost(phases, samples)),
@@ -41,8 +45,9 @@ def report_of(document: Mapping[str, Any]) -> str:
     ):
         if ratio is not None:
             parts.append(f"Bypass on the link without a limit, {name} over plain SGLang's: {_interval(ratio)}")
-    if document["target_s"]:
-        parts.append(_target_table(results, document["target_s"]))
+    late = violations(phases, samples, losses)
+    if late:
+        parts.append(_target_table(late))
     if document["failures"]:
         parts.append("\n".join(f"* {failure[:300]}" for failure in document["failures"]))
     return "\n\n".join(parts) + "\n"
@@ -53,11 +58,12 @@ def _transfer_table(results: Sequence[PhaseResult]) -> str:
     rows = []
     for result in results:
         cells = [_emphasised(f"{result.transfer_s[arm] * 1e3:,.0f}", arm == result.best) for arm in arms]
-        rows.append((result.phase.label, *cells, _interval(result.of_best)))
+        rows.append((result.phase.label, *cells, _interval(result.of_best), f"{result.whole_of_best:.3f}"))
     title = (
-        f"Transfer, ms: medians of the requests after the first {SETTLING} of a phase; the best fixed choice in bold."
+        f"Transfer, ms: medians of the requests after the first {SETTLING} of a phase; the best allowed one in bold."
     )
-    return f"{title}\n\n{table(('link', *arms, 'controller / best, paired'), rows)}"
+    columns = ("link", *arms, "controller / best, paired", "sums, settling included")
+    return f"{title}\n\n{table(columns, rows)}"
 
 
 def _choice_table(results: Sequence[PhaseResult]) -> str:
@@ -77,10 +83,10 @@ def _choice_table(results: Sequence[PhaseResult]) -> str:
     return table(columns, rows)
 
 
-def _whole_table(results: Sequence[Whole]) -> str:
+def _whole_table(results: Sequence[Whole], allowed: set[str]) -> str:
     rows = [
         (
-            result.arm,
+            result.arm if result.arm in {CONTROLLER, *allowed} else f"{result.arm} (loses more than was asked for)",
             f"{result.transfer_s:.1f}",
             f"{result.transfer_ratio:.3f}",
             f"{result.geometric_transfer_ratio:.3f}",
@@ -93,19 +99,30 @@ def _whole_table(results: Sequence[Whole]) -> str:
     return f"Over the whole, settling included.\n\n{table(columns, rows)}"
 
 
-def _target_table(results: Sequence[PhaseResult], target: float) -> str:
+def _target_table(found: Sequence[Violations]) -> str:
+    arms = list(found[0].late)
     rows = [
         (
-            result.phase.label,
-            str(result.phase.requests),
-            str(result.late),
-            str(result.avoidable),
-            str(result.avoidable_settled),
+            one.phase.label,
+            f"{one.target_s:g}",
+            str(one.phase.requests),
+            *(str(one.late.get(arm, 0)) for arm in arms),
+            f"{one.avoidable} ({one.avoidable_settled})",
+            f"{one.feasible} ({one.feasible_settled})",
         )
-        for result in results
+        for one in found
     ]
-    columns = ("link", "requests", "late", "some fixed arm was in time", f"after the first {SETTLING}")
-    return f"TTFT target of {target:g} s.\n\n{table(columns, rows)}"
+    late = [str(sum(one.late.get(arm, 0) for one in found)) for arm in arms]
+    avoidable = f"{sum(one.avoidable for one in found)} ({sum(one.avoidable_settled for one in found)})"
+    feasible = f"{sum(one.feasible for one in found)} ({sum(one.feasible_settled for one in found)})"
+    rows.append(("all", "", str(sum(one.phase.requests for one in found)), *late, avoidable, feasible))
+    columns = ("link", "target s", "requests", *(f"late: {arm}" for arm in arms), "avoidable", "by a feasible profile")
+    title = (
+        "Requests over their TTFT target. The last two: the controller's, of those that a fixed arm it may choose "
+        f"answered in time, and that one did which was late in at most {FEASIBLE:.0%} of the phase's requests; in "
+        f"brackets without the first {SETTLING} of a phase."
+    )
+    return f"{title}\n\n{table(columns, rows)}"
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -11,7 +11,8 @@ import math
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 CONTROLLER, NATIVE = "controller", "native"
@@ -60,7 +61,7 @@ class Sample:
         transfer_s: sum over the chunks, start to end.
         pack_s, write_s, wait_s: sums over the payloads, which overlap.
         candidate, decision: what the controller chose and why; the arm's own name elsewhere.
-        target_s: TTFT target that the request carried.
+        target_s, max_kl: TTFT target and largest KL that the request asked for, on every arm.
     """
 
     arm: str
@@ -80,6 +81,7 @@ class Sample:
     candidate: str = ""
     decision: str = ""
     target_s: float | None = None
+    max_kl: float | None = None
 
 
 @dataclass(frozen=True)
@@ -99,11 +101,11 @@ class PhaseResult:
         transfer_s, ttft_s: median of each arm over the settled requests.
         best: fixed arm of the least median transfer.
         of_best: the controller's transfers over those of ``best``, settled requests.
-        settled_after: transfers until every choice that was no trial was a good one; None: never.
+        whole_of_best: sum of the controller's transfers over that of ``best``, all requests that both answered.
+        settled_after: transfers until every choice that was no trial was a good one: its fixed arm at most `NEAR` times
+            as long as the best of those that the controller may choose, or the same request on that arm; None: never.
         switches: changes of the candidate, trials left out.
         chosen: requests of each candidate.
-        late, avoidable: requests over their target on the controller's arm, and those of them that some fixed arm
-            answered in time; the same of the settled requests alone.
     """
 
     phase: Phase
@@ -111,12 +113,10 @@ class PhaseResult:
     ttft_s: dict[str, float]
     best: str
     of_best: Ratio
+    whole_of_best: float
     settled_after: int | None
     switches: int
     chosen: dict[str, int]
-    late: int = 0
-    avoidable: int = 0
-    avoidable_settled: int = 0
 
 
 @dataclass(frozen=True)
@@ -135,13 +135,31 @@ def read_samples(document: Mapping[str, Any]) -> tuple[list[Phase], list[Sample]
     """Phases and samples of a controller.json."""
     known = {field.name for field in fields(Sample)}
     phases = [Phase(**phase) for phase in document["phases"]]
-    return phases, [Sample(**{k: v for k, v in sample.items() if k in known}) for sample in document["samples"]]
+    samples = [Sample(**{k: v for k, v in sample.items() if k in known}) for sample in document["samples"]]
+    limit = document.get("settings", {}).get("max_kl")  # of the server: a request can only ask for less
+    if limit is not None:
+        samples = [replace(s, max_kl=min(float(limit), math.inf if s.max_kl is None else s.max_kl)) for s in samples]
+    return phases, samples
 
 
-def phase_results(phases: Sequence[Phase], samples: Sequence[Sample]) -> list[PhaseResult]:
-    """Every phase that was measured to its end."""
+def losses_of(document: Mapping[str, Any]) -> dict[str, float]:
+    """KL that each fixed arm is said to cost, nats a token."""
+    named = {c.get("label") or f"{Path(c['profile']).stem}@{c['budget']:g}": c["kl"] for c in document["candidates"]}
+    return {NATIVE: 0.0, **named}
+
+
+def choices_of(samples: Sequence[Sample], losses: Mapping[str, float]) -> list[str]:
+    """Fixed arms among ``samples`` that lose no more than any of these requests allows: the controller's choices."""
+    limit = min((s.max_kl for s in samples if s.max_kl is not None), default=math.inf)
+    return [arm for arm in dict.fromkeys(s.arm for s in samples) if arm != CONTROLLER and losses.get(arm, 0.0) <= limit]
+
+
+def phase_results(
+    phases: Sequence[Phase], samples: Sequence[Sample], losses: Mapping[str, float] | None = None
+) -> list[PhaseResult]:
+    """Every phase that was measured to its end; ``losses`` as `losses_of`, without them all arms are choices."""
     return [
-        _phase(phase, [s for s in samples if s.phase == number])
+        _phase(phase, [s for s in samples if s.phase == number], losses or {})
         for number, phase in enumerate(phases)
         if any(s.phase == number for s in samples)
     ]
@@ -203,19 +221,19 @@ def _ttft(sample: Sample) -> float:
     return sample.ttft_s
 
 
-def _phase(phase: Phase, samples: Sequence[Sample]) -> PhaseResult:
+def _phase(phase: Phase, samples: Sequence[Sample], losses: Mapping[str, float]) -> PhaseResult:
     arms = list(dict.fromkeys(sample.arm for sample in samples))
     settled = {arm: [s for s in samples if s.arm == arm and s.number >= SETTLING] for arm in arms}
     # A phase that was cut short, or is no longer than the settling, is judged by what there is.
     if not all(settled.values()):
         settled = {arm: [s for s in samples if s.arm == arm] for arm in arms}
     transfer = {arm: statistics.median(s.transfer_s for s in settled[arm]) for arm in arms}
-    best = min((arm for arm in arms if arm != CONTROLLER), key=lambda arm: transfer[arm])
-    other = {s.number: s for s in settled[best]}
+    choices = choices_of(samples, losses)
+    best = min(choices, key=lambda arm: transfer[arm])
+    other = {s.number: s for s in samples if s.arm == best}
     own = sorted((s for s in samples if s.arm == CONTROLLER), key=lambda s: s.number)
-    good = {arm for arm in arms if transfer[arm] <= NEAR * transfer[best]}
-    answered = {s.number for s in samples if s.arm != CONTROLLER and s.target_s is not None and s.ttft_s <= s.target_s}
-    late = [s for s in own if s.target_s is not None and s.ttft_s > s.target_s]
+    both = [s for s in own if s.number in other]
+    good = {arm for arm in choices if transfer[arm] <= NEAR * transfer[best]}
     steady = [s for s in own if s.decision != EXPLORING]
     return PhaseResult(
         phase=phase,
@@ -223,17 +241,22 @@ def _phase(phase: Phase, samples: Sequence[Sample]) -> PhaseResult:
         ttft_s={arm: statistics.median(s.ttft_s for s in settled[arm]) for arm in arms},
         best=best,
         of_best=paired([s.transfer_s / other[s.number].transfer_s for s in settled[CONTROLLER] if s.number in other]),
-        settled_after=_settled_after(own, good),
+        whole_of_best=_sum_ratio(both, [other[s.number] for s in both], _transfer),
+        settled_after=_settled_after(own, good, {number: s.transfer_s for number, s in other.items()}),
         switches=sum(a.candidate != b.candidate for a, b in itertools.pairwise(steady)),
         chosen={c: sum(s.candidate == c for s in own) for c in dict.fromkeys(s.candidate for s in own)},
-        late=len(late),
-        avoidable=sum(s.number in answered for s in late),
-        avoidable_settled=sum(s.number in answered for s in late if s.number >= SETTLING),
     )
 
 
-def _settled_after(own: Sequence[Sample], good: set[str]) -> int | None:
-    bad = [s.number for s in own if s.decision != EXPLORING and s.candidate not in good]
+def _settled_after(own: Sequence[Sample], good: set[str], best_s: Mapping[int, float]) -> int | None:
+    """By cost, not by name: a choice is good too where this request took hardly longer than on the best arm."""
+
+    def is_bad(sample: Sample) -> bool:
+        if sample.decision == EXPLORING or sample.candidate in good:
+            return False
+        return sample.transfer_s > NEAR * best_s.get(sample.number, 0.0)
+
+    bad = [s.number for s in own if is_bad(s)]
     if not bad:
         return 0
     return None if bad[-1] == own[-1].number else bad[-1] + 1

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from spectrumkv_sglang.kernels.precision import CHANNEL_BLOCK_ROWS
 from spectrumkv_sglang.payload.geometry import KVGeometry
 from spectrumkv_sglang.payload.layout import bytes_per_row, max_padding_bytes
 from spectrumkv_sglang.payload.precision_table import PrecisionTable
@@ -128,6 +129,35 @@ def plan_chunk(
     )
 
 
+def budget_of_upgrades(
+    upgrades: int,
+    geometry: KVGeometry,
+    table: PrecisionTable,
+    slot_bytes: int,
+    forced_high: ArrayLike,
+    usable_tiers: Iterable[Tier],
+    message_bytes_per_subchunk: int,
+) -> float:
+    """The budget under which `plan_chunk` makes ``upgrades`` upgrades of a chunk whose tokens are equally important, or
+    a few more where those take no more bytes.
+
+    Bytes do not grow with every upgrade: scales by channel are of whole blocks of rows, and one block less is needed
+    where those of both tiers happen to be full. The budget has room for it, so that what is planned does not hang on
+    meeting full ones, and half a byte more, so that it does not hang on a rounding of the last digit.
+
+    Other arguments as for `plan_chunk`, ``forced_high`` gives the rows.
+    """
+    usable_tiers = tuple(usable_tiers)
+    forced = np.asarray(forced_high, dtype=bool)
+    ladder = UpgradeLadder(
+        np.ones(len(forced)), bytes_per_row(geometry, table), tier_distortion(table), forced, usable_tiers
+    )
+    search = _PlanSearch(ladder, geometry, table, slot_bytes, message_bytes_per_subchunk, usable_tiers)
+    native_bytes = ladder.rows * geometry.native_bytes_per_token
+    steps = range(max(0, upgrades - CHANNEL_BLOCK_ROWS), upgrades + 1)
+    return (max(search.bytes_needed(step) for step in steps) + 0.5) / native_bytes
+
+
 class _PlanSearch:
     """Wire bytes of the assignments of a ladder: by bounds where these decide or the chunk is large, else by cutting.
 
@@ -171,6 +201,14 @@ class _PlanSearch:
             else:
                 too_many = middle
         return steps
+
+    def bytes_needed(self, steps: int) -> int:
+        """Least allowed bytes with which the assignment after ``steps`` upgrades is taken to fit."""
+        if not self._by_bounds:
+            return self.cut(self._ladder.tiers(steps))[1]
+        row_bytes = self._ladder.cost(steps)
+        subchunks = row_bytes // self._full_bytes + 1
+        return row_bytes + self._map_bytes + subchunks * (self._padding_bytes + self._message_bytes + 1)
 
     def _fits(self, steps: int, allowed_bytes: int) -> bool:
         """Whether the assignment after ``steps`` upgrades surely takes at most ``allowed_bytes`` on the wire."""

@@ -39,13 +39,13 @@ def dominates(a: Sequence[float], b: Sequence[float]) -> bool:
 
 def frontier(coordinates: Sequence[Sequence[float]]) -> list[int]:
     """Positions of the points that none dominates, in order; of equal points the first."""
-    seen: set[tuple[float, ...]] = set()
+    points = np.asarray(coordinates, dtype=float)
     kept = []
-    for place, point in enumerate(coordinates):
-        if tuple(point) in seen or any(dominates(other, point) for other in coordinates):
-            continue
-        seen.add(tuple(point))
-        kept.append(place)
+    for place, point in enumerate(points):
+        as_good = (points <= point).all(axis=1)
+        better = (points[as_good] < point).any(axis=1)
+        if not better.any() and np.flatnonzero(as_good)[0] == place:
+            kept.append(place)
     return kept
 
 
@@ -88,9 +88,18 @@ def _dominated(points: NDArray[np.float64]) -> float:
     for count in range(1, len(points) + 1):
         thickness = heights[count] - heights[count - 1]
         if thickness > 0:
-            area = _dominated(points[:count, :-1]) if points.shape[1] > 2 else 1.0 - float(points[:count, 0].min())
+            area = _dominated(points[:count, :-1]) if points.shape[1] > 3 else _area(points[:count, :-1])
             total += area * float(thickness)
     return total
+
+
+def _area(points: NDArray[np.float64]) -> float:
+    """As `_dominated`, of points [n, 1 or 2]: the steps of a staircase."""
+    if points.shape[1] == 1:
+        return float(1.0 - points.min())
+    ordered = points[np.argsort(points[:, 0], kind="stable")]
+    widths = np.diff(np.append(ordered[:, 0], 1.0))
+    return float((widths * (1.0 - np.minimum.accumulate(ordered[:, 1]))).sum())
 
 
 def choose_spread(coordinates: Sequence[Sequence[float]], count: int, box: Box) -> list[int]:

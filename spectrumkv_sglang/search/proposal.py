@@ -14,7 +14,7 @@ from spectrumkv_sglang.search.pareto import Box, frontier
 from spectrumkv_sglang.search.space import Point
 from spectrumkv_sglang.search.surrogate import Surrogate
 
-STARTING_POINTS = 8
+STARTING_POINTS = 4
 """Points that are judged before the first prediction: three known good shapes, the others drawn."""
 _KNOWN_SHAPES = ((8, 6), (5, 3), (3, 2))
 """Bits of keys and values of the shipped profiles: what served well on other models."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from spectrumkv_sglang.search.known_costs import KnownCosts
 from spectrumkv_sglang.search.pareto import Box, Objectives, frontier
@@ -60,6 +60,7 @@ class Search:
         self._costs, self._texts, self._kl = costs, texts, kl
         self.trials, self._pruning, self._limits = trials, pruning, limits
         self._proposer = Proposer(costs, pruning.least_kl, MOST_KL, seed)
+        self._gains = _Gains()
         self.stopped_by = ""
         """Why it ended, for people."""
         self.ruled_out = 0
@@ -136,15 +137,25 @@ class Search:
 
     def _without_gain(self) -> int:
         """Number of the last points in a row that gained nothing that counts."""
-        box, coordinates, best, last_gain = self._proposer.box, [], 0.0, 0
-        done = self.trials.finished
+        done, gains = self.trials.finished, self._gains
         by_place = dict(self.measured())
-        for number, trial in enumerate(done, start=1):
+        for trial in done[gains.seen :]:
+            gains.seen += 1
             found = by_place.get(trial.place)
             if found is None:
                 continue
-            coordinates.append(found.coordinates(self._pruning.least_kl))
-            volume = box.hypervolume(coordinates)
-            if volume > best * (1 + GAIN_THAT_COUNTS):
-                best, last_gain = volume, number
-        return len(done) - last_gain
+            gains.coordinates.append(self.coordinates(found))
+            volume = self.box.hypervolume(gains.coordinates)
+            if volume > gains.best * (1 + GAIN_THAT_COUNTS):
+                gains.best, gains.last = volume, gains.seen
+        return len(done) - gains.last
+
+
+@dataclass
+class _Gains:
+    """Of the trials so far: how many were looked at, what the measured ones come to, which gained something last."""
+
+    seen: int = 0
+    coordinates: list[tuple[float, float, float]] = field(default_factory=list)
+    best: float = 0.0
+    last: int = 0

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from spectrumkv_sglang.calibration.allocation import NominalChunk
 from spectrumkv_sglang.payload.precision_table import PrecisionTable
-from spectrumkv_sglang.profiles.chunk_plan import plan_chunk
+from spectrumkv_sglang.profiles.chunk_plan import budget_of_upgrades, plan_chunk
 from spectrumkv_sglang.profiles.profile import Profile
 from spectrumkv_sglang.profiles.tier import Tier
 from spectrumkv_sglang.search.space import Point
@@ -31,14 +32,25 @@ class WireCost:
 
 
 def budget_of(point: Point, chunk: NominalChunk) -> float:
-    """b of a point in chunks like ``chunk``: that of its lowest tier, and its share of the way to the next."""
+    """b with which a point's share of the tokens of chunks like ``chunk`` goes from the lowest tier to the next."""
     profile = point.profile(chunk.geometry.layers)
     table = profile.table(chunk.geometry)
-    low = chunk.wire_ratio(table.values[Tier.LOW], table.transforms)
     if Tier.MID not in profile.tiers:
-        return low
-    mid = chunk.wire_ratio(table.values[Tier.MID], table.transforms)
-    return low + point.upgrade * (mid - low)
+        return chunk.wire_ratio(table.values[Tier.LOW], table.transforms)
+    return budget_of_upgrades(
+        upgraded_tokens(point, chunk),
+        chunk.geometry,
+        table,
+        chunk.slot_bytes,
+        _sinks(chunk),
+        profile.tiers_defined,
+        _message_bytes(table),
+    )
+
+
+def upgraded_tokens(point: Point, chunk: NominalChunk) -> int:
+    """Tokens of a chunk that the point's budget moves up from the lowest tier."""
+    return round(point.upgrade * chunk.low_tokens)
 
 
 def wire_cost(point: Point, chunk: NominalChunk) -> WireCost:
@@ -51,11 +63,6 @@ def wire_cost(point: Point, chunk: NominalChunk) -> WireCost:
     return WireCost(budget, plan.achieved, (high, mid, low))
 
 
-def same_share(point: Point, chunk: NominalChunk, tokens: int) -> float:
-    """The budget that upgrades the same share of a chunk of ``tokens`` tokens, where sinks and messages weigh more."""
-    return budget_of(point, replace(chunk, tokens=tokens))
-
-
 def _plan(profile: Profile, table: PrecisionTable, chunk: NominalChunk, budget: float):  # type: ignore[no-untyped-def]
     return plan_chunk(
         np.ones(chunk.tokens, np.float32),
@@ -63,7 +70,15 @@ def _plan(profile: Profile, table: PrecisionTable, chunk: NominalChunk, budget: 
         table,
         budget,
         chunk.slot_bytes,
-        np.arange(chunk.tokens) < chunk.sink_tokens,
+        _sinks(chunk),
         profile.tiers_defined,
-        SUBCHUNK_MESSAGE_BYTES + CHUNK_MESSAGE_BYTES + len(table.to_bytes()),
+        _message_bytes(table),
     )
+
+
+def _sinks(chunk: NominalChunk) -> NDArray[np.bool_]:
+    return np.arange(chunk.tokens) < chunk.sink_tokens
+
+
+def _message_bytes(table: PrecisionTable) -> int:
+    return SUBCHUNK_MESSAGE_BYTES + CHUNK_MESSAGE_BYTES + len(table.to_bytes())

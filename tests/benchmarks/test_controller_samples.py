@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
-from controller import Fixed, arms_of
+from controller import Fixed, _phases, arms_of
 from controller_cost import seconds_per_room
 from controller_report import report_of
 from controller_samples import (
@@ -14,6 +16,7 @@ from controller_samples import (
     Phase,
     Sample,
     bypass_cost,
+    losses_of,
     paired,
     phase_results,
     read_samples,
@@ -21,6 +24,7 @@ from controller_samples import (
 )
 from controller_simulation import Replayed
 from controller_simulation import report_of as simulation_report_of
+from controller_targets import violations
 
 PHASES = [Phase(1.0, 8, goodput_gbps=0.8), Phase(0.0, 8, goodput_gbps=8.0, began_s=100.0)]
 FAST = "fast@0.5"
@@ -74,11 +78,72 @@ def test_over_the_whole() -> None:
 
 def test_a_target_that_a_fixed_arm_met_was_avoidable() -> None:
     samples = [replace(s, target_s=1.0) for s in run({(0, 1): NATIVE, (0, 6): NATIVE})]
-    first, second = phase_results(PHASES, samples)
-    assert (first.late, first.avoidable, first.avoidable_settled) == (2, 2, 1)
-    assert second.late == 0
-    none = phase_results(PHASES, [replace(s, target_s=0.5) for s in run({(0, 1): NATIVE})])[0]
-    assert (none.late, none.avoidable) == (8, 0)
+    first, second = violations(PHASES, samples)
+    assert first.late == {NATIVE: 8, FAST: 0, CONTROLLER: 2}
+    assert (first.avoidable, first.avoidable_settled, first.feasible, first.feasible_settled) == (2, 1, 2, 1)
+    assert second.late[CONTROLLER] == 0
+    none = violations(PHASES, [replace(s, target_s=0.5) for s in run({(0, 1): NATIVE})])[0]
+    assert (none.late[CONTROLLER], none.avoidable) == (8, 0)
+    assert violations(PHASES, run()) == []
+
+
+def test_an_arm_that_was_in_time_by_chance_is_no_feasible_profile() -> None:
+    samples = [replace(s, target_s=0.5) for s in run()]
+    lucky = [replace(s, ttft_s=0.4) if (s.arm, s.phase, s.number) == (NATIVE, 0, 5) else s for s in samples]
+    first = violations(PHASES, lucky)[0]
+    assert (first.late[CONTROLLER], first.avoidable, first.feasible) == (8, 1, 0)
+
+
+def test_an_arm_that_loses_more_than_the_requests_allow_is_no_choice() -> None:
+    samples = [replace(s, max_kl=0.01, target_s=1.0) for s in run({(0, n): NATIVE for n in range(8)})]
+    first = phase_results(PHASES, samples, {NATIVE: 0.0, FAST: 0.1})[0]
+    assert (first.best, first.of_best.median, first.settled_after) == (NATIVE, pytest.approx(1.0), 0)
+    late = violations(PHASES, samples, {NATIVE: 0.0, FAST: 0.1})[0]
+    assert (late.late[CONTROLLER], late.avoidable) == (8, 0)
+    allowed = {**document(), "samples": [asdict(s) for s in samples]}
+    assert f"{FAST} (loses more than was asked for)" in report_of(allowed)
+    assert f"{NATIVE} (loses" not in report_of(allowed)
+
+
+def test_a_choice_that_took_no_longer_than_the_best_arm_is_settled() -> None:
+    slow = run({(0, 7): NATIVE})
+    assert phase_results(PHASES, slow)[0].settled_after is None
+    equal = [replace(s, transfer_s=0.62) if (s.arm, s.phase, s.number) == (CONTROLLER, 0, 7) else s for s in slow]
+    assert phase_results(PHASES, equal)[0].settled_after == 0
+
+
+RECORDED = json.loads((Path(__file__).parents[2] / "docs/results/controller_gpu.json").read_text())
+
+
+def test_a_recorded_run_in_which_the_smallest_candidate_was_best_everywhere() -> None:
+    phases, samples = read_samples(RECORDED)
+    results = phase_results(phases, samples, losses_of(RECORDED))
+    assert [result.best for result in results] == ["aggressive@0.2"] * 6
+    assert all(result.of_best.median < 1.05 and result.whole_of_best < 1.05 for result in results)
+    assert [(result.settled_after, result.switches) for result in results] == [(0, 0)] * 6
+
+
+def test_a_recorded_run_under_a_target_and_a_largest_kl() -> None:
+    with_target = {**RECORDED, "samples": [{**s, "target_s": 0.6} for s in RECORDED["samples"]]}
+    phases, samples = read_samples({**with_target, "settings": {"max_kl": "0.005"}})
+    losses = losses_of(RECORDED)
+    assert {result.best for result in phase_results(phases, samples, losses)} == {"balanced@0.3"}
+    late = violations(phases, samples, losses)
+    assert [one.late["native"] for one in late] == [0, 8, 0, 8, 0, 0]
+    assert sum(one.late[CONTROLLER] for one in late) == 0
+    # Had it been SGLang's own path, `balanced`, in time but once, would have avoided what was late.
+    unaware = [s for s in samples if s.arm != CONTROLLER]
+    unaware += [replace(s, arm=CONTROLLER) for s in samples if s.arm == NATIVE]
+    assert [one.feasible for one in violations(phases, unaware, losses)] == [0, 0, 0, 8, 0, 0]
+
+
+def test_phases_say_what_their_requests_ask_for() -> None:
+    assert _phases("10:12,2.5:8:0.6,0:16::0.001,1:4:2:0.05") == [
+        (10.0, 12, None, None),
+        (2.5, 8, 0.6, None),
+        (0.0, 16, None, 0.001),
+        (1.0, 4, 2.0, 0.05),
+    ]
 
 
 def test_what_bypassing_costs() -> None:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spectrumkv_sglang.calibration.allocation import NominalChunk
 from spectrumkv_sglang.payload.geometry import KVGeometry
+from spectrumkv_sglang.profiles.chunk_plan import plan_chunk
 from spectrumkv_sglang.profiles.tier import Tier
 from spectrumkv_sglang.search.errors import TuneError
 from spectrumkv_sglang.search.space import Point, Space, space_from
-from spectrumkv_sglang.search.wire_cost import wire_cost
+from spectrumkv_sglang.search.wire_cost import budget_of, upgraded_tokens, wire_cost
+from spectrumkv_sglang.transfer.chunk_planner import CHUNK_MESSAGE_BYTES, SUBCHUNK_MESSAGE_BYTES
 
 GEOMETRY = KVGeometry(6, 2, 64, 64, 1, "bfloat16")
+LONG = NominalChunk(KVGeometry(30, 8, 128, 128, 1, "bfloat16"), 4096)
+"""So many bytes that a plan goes by bounds."""
 points = st.sampled_from(list(Space(value_scales=("row", "channel"))))
 
 
@@ -64,3 +69,34 @@ def test_choices_that_are_none(choices: dict[str, str], message: str) -> None:
 def test_edges_that_leave_no_layer() -> None:
     with pytest.raises(TuneError, match="has 4 layers"):
         Space(edges=(0, 2)).check_layers(4)
+
+
+SHORT = NominalChunk(GEOMETRY, 260)
+"""256 tokens beside the sinks: at a half the blocks of 128 of both tiers are full; one upgrade more takes another."""
+
+
+@given(points.filter(lambda point: point.upgrade), st.sampled_from([NominalChunk(GEOMETRY, 1024), LONG]))
+@settings(max_examples=25, deadline=None)
+def test_the_budget_upgrades_the_share_of_tokens_that_the_point_says(point: Point, chunk: NominalChunk) -> None:
+    cost = wire_cost(point, chunk)
+    asked = upgraded_tokens(point, chunk)
+    assert 0 <= round(cost.tier_shares[Tier.MID] * chunk.tokens) - asked <= 0.01 * chunk.tokens + 1
+    assert cost.tier_shares[Tier.HIGH] * chunk.tokens == pytest.approx(chunk.sink_tokens)
+
+
+@pytest.mark.parametrize("rounding", [-1e-9, 0.0, 1e-9])
+@pytest.mark.parametrize("scales", ["row", "channel"])
+def test_the_last_digit_of_a_budget_decides_nothing(rounding: float, scales: str) -> None:
+    point = Point(2, 2, scales, "row", "derope", "identity", 0, 0.5)
+    table = point.profile(GEOMETRY.layers).table(GEOMETRY)
+    planned = plan_chunk(
+        np.ones(SHORT.tokens),
+        GEOMETRY,
+        table,
+        budget_of(point, SHORT) * (1 + rounding),
+        SHORT.slot_bytes,
+        np.arange(SHORT.tokens) < SHORT.sink_tokens,
+        tuple(Tier),
+        SUBCHUNK_MESSAGE_BYTES + CHUNK_MESSAGE_BYTES + len(table.to_bytes()),
+    )
+    assert (planned.tiers == Tier.MID).sum() == upgraded_tokens(point, SHORT) == 128
