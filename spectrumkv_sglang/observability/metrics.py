@@ -28,6 +28,7 @@ from spectrumkv_sglang.observability.reasons import (
     Wait,
 )
 from spectrumkv_sglang.observability.transfer_log import ChunkRecord
+from spectrumkv_sglang.observability.transfer_spans import process_spans
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -175,6 +176,8 @@ class TransferMetrics:
     @_never_raises
     def chunk(self, record: ChunkRecord) -> None:
         """Counts one chunk that prefill sent: bytes, tokens by tier, path and reason, writes, time and achieved b."""
+        if (spans := process_spans()) is not None:
+            spans.chunk(record)
         path = record.path.value
         self._counter(specs.CHUNKS, path=path, reason=record.reason.value).inc()
         self._counter(specs.NATIVE_BYTES, path=path).inc(record.native_bytes)
@@ -232,21 +235,29 @@ class TransferMetrics:
     @_never_raises
     def pack(self, seconds: float) -> None:
         """Packing of one sub-chunk, seconds."""
+        if (spans := process_spans()) is not None:
+            spans.phase("pack", seconds)
         self._histogram(specs.PACK_SECONDS).observe(seconds)
 
     @_never_raises
     def write(self, seconds: float) -> None:
         """Mooncake write of one sub-chunk, seconds."""
+        if (spans := process_spans()) is not None:
+            spans.phase("write", seconds)
         self._histogram(specs.WRITE_SECONDS).observe(seconds)
 
     @_never_raises
-    def unpack(self, seconds: float) -> None:
-        """Checksum and unpacking of one sub-chunk, seconds."""
+    def unpack(self, seconds: float, room: int | None = None) -> None:
+        """Checksum and unpacking of one sub-chunk of ``room``, seconds."""
+        if room is not None and (spans := process_spans()) is not None:
+            spans.unpacked(room, seconds)
         self._histogram(specs.UNPACK_SECONDS).observe(seconds)
 
     @_never_raises
     def wait(self, wait: Wait, seconds: float) -> None:
         """Time that a chunk spent waiting, seconds."""
+        if (spans := process_spans()) is not None:
+            spans.wait("open" if wait is Wait.OPEN else f"wait for {wait.value}", seconds)
         self._histogram(specs.WAIT_SECONDS, wait=wait.value).observe(seconds)
 
     @_never_raises
