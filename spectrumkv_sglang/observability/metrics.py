@@ -150,8 +150,17 @@ class TransferMetrics:
             self._counter(spec)
 
     @_never_raises
-    def config(self, *, version: str, profile: str, budget: float, allowed_tiers: Iterable[str], scorer: str) -> None:
-        """Publishes the settings that the process runs with. Once per process."""
+    def config(
+        self,
+        *,
+        version: str,
+        profile: str,
+        budget: float,
+        allowed_tiers: Iterable[str],
+        scorer: str,
+        control_secret: bool = False,
+    ) -> None:
+        """Publishes the settings that the process runs with, of the secret whether there is one. Once per process."""
         self._gauge(
             specs.CONFIG_INFO,
             version=version,
@@ -159,6 +168,7 @@ class TransferMetrics:
             budget=f"{budget:g}",
             allowed_tiers=",".join(allowed_tiers),
             scorer=scorer,
+            control_secret="on" if control_secret else "off",
         ).set(1)
 
     @_never_raises
