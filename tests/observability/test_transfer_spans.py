@@ -63,6 +63,13 @@ def traced(exporter: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setattr(sglang_trace, "threads_info", {})
     yield
     trace_transfers(None)
+    for request in REQUESTS:
+        request.time_stats.trace_ctx.trace_req_finish()
+    REQUESTS.clear()
+
+
+REQUESTS: list[Any] = []
+"""Kept until the end of a test: a trace that goes away unfinished ends as an error, and imports half of SGLang."""
 
 
 def request_of(room: int = ROOM) -> Any:
@@ -70,7 +77,9 @@ def request_of(room: int = ROOM) -> Any:
     context = sglang_trace.TraceReqContext("abcdef", bootstrap_room=room, role="prefill", module_name="request")
     context.trace_req_start()
     stats = SimpleNamespace(trace_ctx=context)
-    return SimpleNamespace(time_stats=stats, bootstrap_room=room, origin_input_text=PROMPT, origin_input_ids=[1, 2])
+    request = SimpleNamespace(time_stats=stats, bootstrap_room=room, origin_input_text=PROMPT, origin_input_ids=[1, 2])
+    REQUESTS.append(request)
+    return request
 
 
 def record(**changes: Any) -> ChunkRecord:
