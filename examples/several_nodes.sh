@@ -5,6 +5,7 @@
 #
 # Every host has the model under the same path, the units of examples/systemd/ and /etc/spectrumkv/spectrumkv.env, with
 # HOST set to its own address; the script sets ROUTER_SERVERS on the router's host. SSH logs in as root.
+# With CONTROL_SECRET=FILE (openssl rand -hex 32 > FILE) every server gets it as its control_secret_file.
 set -euo pipefail
 
 : "${MODEL_PATH:?directory of the model, on every host}"
@@ -23,6 +24,14 @@ trap 'rm -f "$copy"' EXIT
 echo "probing on ${prefill[0]}, unless its launch config answers for this very model"
 ssh "root@${prefill[0]}" "install -d -o sglang /var/lib/spectrumkv && runuser -u sglang -- $BIN/python -m spectrumkv_sglang.launch.probe_then_launch --probe-only --model-path $MODEL_PATH --out $CONFIG -- $PROBE_FLAGS"
 scp -q "root@${prefill[0]}:$CONFIG" "$copy"
+
+secret=/etc/spectrumkv/control.secret
+if [[ -n ${CONTROL_SECRET:-} ]]; then
+    for host in "${prefill[@]}" "${decode[@]}"; do
+        scp -q "$CONTROL_SECRET" "root@$host:$secret.new"
+        ssh "root@$host" "chown sglang: $secret.new && chmod 600 $secret.new && mv $secret.new $secret && sed -i '/SPECTRUMKV_CONTROL_SECRET_FILE=/d' /etc/spectrumkv/spectrumkv.env && echo SPECTRUMKV_CONTROL_SECRET_FILE=$secret >> /etc/spectrumkv/spectrumkv.env"
+    done
+fi
 
 servers=""
 for host in "${prefill[@]}" "${decode[@]}"; do

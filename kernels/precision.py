@@ -71,3 +71,9 @@ _BY_CHANNEL = frozenset(
         Precision.INT8_CHANNEL,
     }
 )
+
+
+def labels_by_bits() -> list[str]:
+    """Names of the precisions as files and options write them: few bits first, native last."""
+    ordered = sorted(Precision, key=lambda precision: (precision.bits or 16, precision.name))
+    return [precision.name.lower() for precision in ordered]

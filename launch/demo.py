@@ -15,7 +15,7 @@ import argparse
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -188,9 +188,12 @@ class Demo:
                 self._announced.add(server)
                 self.console.print(f"  [green]{server.name}[/] ready after {seconds:.0f} s")
 
+        def waiting(servers: Sequence[Server], seconds: float) -> None:
+            self.console.print(f"  waiting for {', '.join(server.name for server in servers)}, {seconds:.0f} s so far")
+
         self.console.print(f"starting servers, a minute or two on two cores; their logs are in {_LOG_DIR}")
         with self.console.status("waiting for the servers"):
-            self.fleet.wait_ready(on_ready=ready)
+            self.fleet.wait_ready(on_ready=ready, on_waiting=waiting)
 
     def _ask_plain(self, plain: SGLangServer, prompt: Prompt) -> Completion:
         with self.console.status(f"{prompt.name}: plain server"):

@@ -34,6 +34,7 @@ _GRACE_SECONDS = 30.0
 _GRACE_AFTER_FAILURE_SECONDS = 1.0
 _SHARED_MEMORY = "/dev/shm/sglang_loads_"
 _HEALTH_SECONDS = 0.5
+_PROGRESS_SECONDS = 15.0
 # One server each: a flag for both cannot be meant.
 _ROLE_FLAGS = ("--port", "--disaggregation-bootstrap-port")
 
@@ -203,7 +204,7 @@ def _wait_ready(
     awaited: Sequence[_Member], running: Sequence[_Member], timeout_seconds: float, say: Callable[[str], None]
 ) -> None:
     waiting = list(awaited)
-    started = time.monotonic()
+    started = told = time.monotonic()
     while waiting:
         for member in running:
             member.check_alive()
@@ -212,6 +213,9 @@ def _wait_ready(
                 waiting.remove(member)
                 member.remember_shared_memory()
                 say(f"{member.name} is healthy after {time.monotonic() - started:.0f} s: {member.url}")
+        if waiting and time.monotonic() - told >= _PROGRESS_SECONDS:
+            told = time.monotonic()
+            say(f"waiting for {', '.join(member.name for member in waiting)}, {told - started:.0f} s so far")
         if waiting and time.monotonic() - started > timeout_seconds:
             slow = waiting[0]
             raise LaunchError(

@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
@@ -39,6 +39,8 @@ from spectrumkv_sglang.launch.sglang_versions import (
 LOOPBACK_ADDRESS = "127.0.0.1"
 DEFAULT_LOG_DIR = DEFAULT_BUILD_DIR / "logs"
 READY_TIMEOUT_SECONDS = 600.0
+PROGRESS_SECONDS = 15.0
+"""Between two words about servers that are not healthy yet."""
 CPU_SHIMS = Path(__file__).parent / "cpu_shims"
 _INFINIBAND = Path("/sys/class/infiniband")
 
@@ -239,34 +241,46 @@ class SGLangServer(ManagedProcess):
 
 
 class Router(ManagedProcess):
-    """SGLang's small load balancer in front of one prefill and one decode server.
+    """SGLang's router in front of prefill and decode servers.
 
     Args:
-        prefill: prefill server.
-        decode: decode server.
+        prefill: prefill server, or several.
+        decode: decode server, or several.
         name: for messages and the log.
         log_dir: folder of the log.
-        beside: the server on whose address and in whose network namespace it listens; prefill by default.
+        beside: the server on whose address and in whose network namespace it listens; the first prefill by default.
+        native: SGLang's router proper, which leaves out servers that do not answer and asks again elsewhere; False: the
+            small load balancer in Python that comes with it. Start a native one when its servers are healthy.
+        extra_args: flags put last.
     """
 
     def __init__(
         self,
-        prefill: SGLangServer,
-        decode: SGLangServer,
+        prefill: SGLangServer | Sequence[SGLangServer],
+        decode: SGLangServer | Sequence[SGLangServer],
         name: str = "router",
         *,
         log_dir: Path = DEFAULT_LOG_DIR,
         beside: SGLangServer | None = None,
+        native: bool = False,
+        extra_args: Sequence[str] = (),
     ) -> None:
-        neighbour = prefill if beside is None else beside
-        self.prefill = prefill
-        self.decode = decode
+        prefills = [prefill] if isinstance(prefill, SGLangServer) else list(prefill)
+        decodes = [decode] if isinstance(decode, SGLangServer) else list(decode)
+        neighbour = prefills[0] if beside is None else beside
         self.host = neighbour.spec.host
         self.port = free_port(neighbour.namespace)
         log_dir.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation", "--mini-lb"]
-        command += ["--prefill", prefill.url, str(prefill.bootstrap_port), "--decode", decode.url]
+        command = [sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation"]
+        command += [] if native else ["--mini-lb"]
+        for server in prefills:
+            command += ["--prefill", server.url, str(server.bootstrap_port)]
+        for server in decodes:
+            command += ["--decode", server.url]
         command += ["--host", self.host, "--port", str(self.port)]
+        if native:  # it would open a port for its own metrics that another router may have
+            command += ["--prometheus-port", str(free_port(neighbour.namespace))]
+        command += extra_args
         super().__init__(
             name,
             command,
@@ -313,6 +327,7 @@ class Fleet:
         *,
         timeout_seconds: float = READY_TIMEOUT_SECONDS,
         on_ready: Callable[[Server, float], None] | None = None,
+        on_waiting: Callable[[Sequence[Server], float], None] | None = None,
     ) -> None:
         """Wait until the servers (default: all) are healthy.
 
@@ -320,12 +335,14 @@ class Fleet:
             servers: which ones.
             timeout_seconds: for all of them together.
             on_ready: called once for each as it becomes healthy, with the seconds waited so far.
+            on_waiting: called every 15 s with those that are not healthy yet, and the seconds waited so far.
 
         Raises:
             ServerError: one died (at once, with the end of its log) or was not healthy in time.
         """
         waiting = list(self._members if servers is None else servers)
         started = time.monotonic()
+        told = started
         while waiting:
             for server in list(waiting):
                 server.check_alive()
@@ -333,6 +350,9 @@ class Fleet:
                     waiting.remove(server)
                     if on_ready is not None:
                         on_ready(server, time.monotonic() - started)
+            if waiting and on_waiting is not None and time.monotonic() - told >= PROGRESS_SECONDS:
+                told = time.monotonic()
+                on_waiting(tuple(waiting), told - started)
             if waiting and time.monotonic() - started > timeout_seconds:
                 slow = waiting[0]
                 raise ServerError(

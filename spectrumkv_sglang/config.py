@@ -251,8 +251,9 @@ class SpectrumKVConfig(BaseSettings):
             tiers = ", ".join(tier.label for tier in self.loaded_profile.usable_tiers(self.allowed_tiers))
             raise ValueError(
                 f"budget {self.budget:g} is below {_rounded_up(self.reachable_budget)}, the least that tiers {tiers} "
-                f"of profile {self.profile!r} reach (scales counted, heads of 128 in 2 bytes): raise budget or leave "
-                "it out, allow lower tiers, or use a profile with lower precisions"
+                f"of profile {self.profile!r} reach on a usual model (heads of 128, bfloat16, scales counted; "
+                "`spectrumkv profiles` tells others): raise budget or leave it out, allow lower tiers, or use a "
+                "profile with lower precisions"
             )
         return self
 
@@ -407,7 +408,7 @@ def _describe(problem: Any, given: Mapping[str, str], path: Path | None) -> str:
     """One validation problem, told to an operator. ``given``: variable or option of each field not from the file."""
     message = problem["msg"].removeprefix("Value error, ")
     if not problem["loc"]:
-        sources = ([str(path)] if path else []) + list(given.values())
+        sources = ([str(path)] if path else []) + list(dict.fromkeys(given.values()))
         return f"{message} (from {', '.join(sources) or 'the defaults'})"
     field = str(problem["loc"][0])
     if field == PROBE_FIELD:

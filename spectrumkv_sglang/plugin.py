@@ -213,6 +213,32 @@ def _mark(transfer: Any, req: Any) -> None:
 
     if hasattr(transfer, "spectrumkv_prompt"):
         transfer.spectrumkv_prompt = prompt_digest(compat.request_prompt(req))
+        _trace_request(req)
+
+
+def _trace_transfers() -> None:
+    """Where SGLang traces requests, transfers get spans in these traces."""
+    if compat.tracing_is_on():
+        from spectrumkv_sglang.observability.transfer_spans import TransferSpans, trace_transfers
+
+        trace_transfers(TransferSpans(compat.add_spans))
+        logger.info("SpectrumKV: transfers are traced with their requests")
+
+
+def _trace_request(req: Any) -> None:
+    """Before anything of the request is transferred."""
+    from spectrumkv_sglang.observability.transfer_spans import process_spans
+
+    spans, room = process_spans(), compat.request_room(req)
+    if spans is None or room is None:
+        return
+    try:
+        trace = compat.request_trace(req)
+    except Exception as error:  # noqa: BLE001 (a trace must not end the scheduler)
+        logger.warning("SpectrumKV: the transfer of room %d is not traced: %r", room, error)
+        return
+    if trace is not None:
+        spans.expect(room, trace)
 
 
 def _mark_receiver(original: Any, queue: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
@@ -224,6 +250,7 @@ def _mark_receiver(original: Any, queue: Any, req: Any, *args: Any, **kwargs: An
 
 def _attach_prefill(original: Any, queue: Any, *args: Any, **kwargs: Any) -> Any:
     kv_manager = original(queue, *args, **kwargs)
+    _trace_transfers()
     kv_manager.scheduler_overlaps = partial(compat.scheduler_overlaps, queue.scheduler)
     model = compat.served_module(queue.scheduler)
     heads = compat.total_kv_heads(queue.scheduler)
@@ -261,6 +288,7 @@ def _expect_request(original: Any, queue: Any, req: Any, *args: Any, **kwargs: A
 
 def _attach_decode(original: Any, queue: Any, *args: Any, **kwargs: Any) -> Any:
     kv_manager = original(queue, *args, **kwargs)
+    _trace_transfers()
     model = compat.served_module(queue.scheduler)
     heads = compat.total_kv_heads(queue.scheduler)
     kv_manager.attach(queue.token_to_kv_pool, queue.draft_token_to_kv_pool, model, heads)

@@ -10,11 +10,15 @@ import importlib
 import importlib.metadata
 import inspect
 import os
+import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from spectrumkv_sglang.errors import SpectrumKVError
+
+if TYPE_CHECKING:
+    from spectrumkv_sglang.observability.transfer_spans import Span
 
 OLDEST_SGLANG = (0, 5, 16)
 NEWEST_SGLANG = (0, 5, 23)
@@ -409,3 +413,52 @@ def kv_poll_terminal() -> tuple[int, int]:
 def active_backend() -> str | None:
     """The backend name that the launching process chose, inherited by its children; None when it was another."""
     return os.environ.get(ACTIVE_VARIABLE) or None
+
+
+# ---- traces ------------------------------------------------------------------------------------------------------
+
+
+def tracing_is_on() -> bool:
+    """Whether this process exports OpenTelemetry spans: `--enable-trace`, with the packages that it needs."""
+    from sglang.srt.observability.trace import get_global_tracing_enabled
+
+    return bool(get_global_tracing_enabled())
+
+
+def request_trace(req: Any) -> Any | None:
+    """The trace of SGLang's Req, as a copy that other threads may use; None for a request that is not traced."""
+    trace = getattr(getattr(req, "time_stats", None), "trace_ctx", None)
+    if trace is None or not trace.tracing_enable:
+        return None
+    copied = trace.copy_for_thread()
+    return copied if copied.tracing_enable else None
+
+
+def add_spans(trace: Any, thread: str, span: Span) -> None:
+    """Add ``span`` with its children to a request's trace, under a span of this thread as SGLang makes them.
+
+    Args:
+        trace: from `request_trace`.
+        thread: name for this thread, where SGLang has not named it.
+        span: with its end.
+    """
+    from sglang.srt.observability.trace import trace_set_thread_info
+
+    trace_set_thread_info(thread)
+    trace = trace.copy_for_thread()
+    if hasattr(trace, "pid"):  # 0.5.16 would show the thread that the copy was made in
+        trace.pid = threading.get_native_id()
+    trace.rebuild_thread_context(_nanoseconds(span.start))
+    _add_slices(trace, span)
+    trace.abort(_nanoseconds(span.end))  # ends the thread's span; the request goes on
+
+
+def _add_slices(trace: Any, span: Span) -> None:
+    trace.trace_slice_start(span.name, span.level, ts=_nanoseconds(span.start))
+    for child in span.children:
+        _add_slices(trace, child)
+    trace.trace_slice_end(span.name, span.level, ts=_nanoseconds(span.end), attrs=dict(span.attributes))
+
+
+def _nanoseconds(seconds: float) -> int:
+    return int(seconds * 1e9)

@@ -324,6 +324,23 @@ def test_a_wrong_configuration_is_a_problem_with_its_message(tmp_path: Path) -> 
     assert "budget" in finding.detail
 
 
+def test_the_control_channel_is_told_with_its_secret(tmp_path: Path) -> None:
+    def told(environ: dict[str, str]) -> Finding:
+        section, _ = check_settings(None, environ)
+        (found,) = [finding for finding in section.findings if finding.name == "control channel"]
+        return found
+
+    assert "a random port; no secret" in told({}).detail
+    secret = tmp_path / "secret"
+    secret.write_text("0123456789abcdef" * 4)
+    secret.chmod(0o600)
+    held = {"SPECTRUMKV_CONTROL_SECRET_FILE": str(secret), "SPECTRUMKV_CONTROL_PORT": "18000-18015"}
+    assert (told(held).severity, "port 18000-18015" in told(held).detail) == (Severity.OK, True)
+    assert secret.read_text() not in told(held).detail
+    secret.write_text("short")
+    assert told(held).severity is Severity.PROBLEM
+
+
 def test_settings_that_waste_the_backend_are_warned_of(tmp_path: Path) -> None:
     environ = {"SPECTRUMKV_ENABLED": "false", "SPECTRUMKV_TRANSFER_LOG": str(tmp_path / "missing" / "log")}
     section, config = check_settings(None, environ)

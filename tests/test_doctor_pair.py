@@ -102,6 +102,17 @@ def test_sides_that_differ(pair: tuple[Side, Side], examined: Callable[..., Repo
     assert report.warnings == 4
 
 
+def test_it_says_on_which_side_there_is_a_control_secret(
+    pair: tuple[Side, Side], examined: Callable[..., Report]
+) -> None:
+    assert [one.detail.split(":")[0] for one in findings(examined(*pair), "control secret")] == ["off", "off"]
+    report = examined(Side("prefill", control_secret=True), pair[1])
+    told = findings(report, "control secret")
+    assert [one.detail.split(":")[0] for one in told] == ["on", "off", "prefill on, decode off"]
+    assert told[2].severity is Severity.PROBLEM
+    assert "secret_mismatch" in told[2].detail
+
+
 def test_what_went_wrong_is_listed(pair: tuple[Side, Side], examined: Callable[..., Report]) -> None:
     prefill, decode = pair
     prefill.chunk(Reason.TIERED, 0.51)

@@ -3,8 +3,8 @@
     python examples/monitoring/against_a_pair.py --prefill-url http://127.0.0.1:30000 --decode-url http://127.0.0.1:31000
 
 Needs the programs of Debian's package prometheus, and a pair that has served something. Prints what each query of the
-dashboard found; ends with 1 when a query failed, Prometheus could not scrape a server,
-or none of our names got there.
+dashboard found; --picture FILE draws the dashboard as well (draw_dashboard.py). Ends with 1 when a query failed,
+Prometheus could not scrape a server, or none of our names got there.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from draw_dashboard import Drawing, prometheus
+
 HERE = Path(__file__).resolve().parent
 DASHBOARD = HERE / "grafana" / "dashboards" / "spectrumkv.json"
 SCRAPE_SECONDS = 5
 READY_SECONDS = 60
 WINDOW = "2m"
+PICTURE_WINDOW = "20s"
 ASKED_AT_ONCE = "spectrumkv:config_info"
 """There from the start of every server: without it no name of ours reached Prometheus."""
 
@@ -64,6 +67,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--prefill-url", required=True)
     parser.add_argument("--decode-url", required=True)
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the dashboard into this .png")
     parser.add_argument("--seconds", type=float, default=30.0, help="how long to scrape before asking")
     options = parser.parse_args()
     addresses = [urllib.parse.urlsplit(url).netloc for url in (options.prefill_url, options.decode_url)]
@@ -76,7 +80,13 @@ def main() -> int:
                    f"--storage.tsdb.path={folder}/data", f"--web.listen-address=127.0.0.1:{port}"]  # fmt: skip
         server = subprocess.Popen(command, stdout=log, stderr=log)
         try:
-            return check(base, server, options.seconds)
+            failed = check(base, server, options.seconds)
+            if options.picture is not None:
+                dashboard = json.loads(DASHBOARD.read_text(encoding="utf-8"))
+                drawing = Drawing(prometheus(base), now=time.time(), seconds=options.seconds, window=PICTURE_WINDOW)
+                filled = drawing.draw(dashboard, options.picture)
+                print(f"{options.picture}: {filled} of {len(dashboard['panels'])} panels have data")
+            return failed
         except (OSError, TimeoutError) as error:
             log.seek(0)
             print(f"Prometheus does not answer: {error}\n{log.read()[-2000:]}", file=sys.stderr)

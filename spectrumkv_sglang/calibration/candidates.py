@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from spectrumkv_sglang.calibration.errors import CalibrationError
-from spectrumkv_sglang.kernels.precision import CHANNEL_BLOCK_ROWS, Precision
+from spectrumkv_sglang.kernels.precision import CHANNEL_BLOCK_ROWS, Precision, labels_by_bits
 from spectrumkv_sglang.kernels.quantisers import quantiser_for
 from spectrumkv_sglang.kernels.transforms import Transform, transform_for
 from spectrumkv_sglang.payload.geometry import KVGeometry
@@ -115,7 +115,7 @@ def _part(name: str, labels: Sequence[str] | None, transform: str, default: Part
         return part
     known = {precision.name.lower(): precision for precision in Precision}
     if unknown := [label for label in labels if label not in known]:
-        raise CalibrationError(f"--{name}: unknown precision {unknown[0]!r}; choose from {', '.join(known)}")
+        raise CalibrationError(f"--{name}: unknown precision {unknown[0]!r}; choose from {', '.join(labels_by_bits())}")
     precisions = sorted((known[label] for label in labels), key=row_cost)
     if not precisions or len(set(precisions)) < len(precisions):
         raise CalibrationError(f"--{name} {','.join(labels)}: expected different precisions, at least one")

@@ -83,7 +83,7 @@ def prepare(command: CalibrationCommand) -> Prepared:
         raise CalibrationError(f"--budget {command.budget:g}: expected wire / native bytes, such as 0.27")
     candidates = choose(command.keys, command.values, command.key_transform, command.value_transform)
     device_type = usable_device_type(command.device)
-    text = load_judged_text(command.text)
+    text = load_judged_text(command.text, required=True)
     files = read_model_files(command.model_path)
     kv_dtype = chosen_dtype(command.kv_dtype, "--kv-dtype", files.dtype)
     digest = hashlib.sha256(text.encode()).hexdigest()

@@ -56,6 +56,13 @@ def _check_agreement(section: Section, prefill: RunningServer, decode: RunningSe
                 f"prefill allows {ours}, decode {theirs}: only what both allow is used",
                 "give both servers the same launch config",
             )
+    secrets = [server.setting("control_secret") for server in (prefill, decode)]
+    if all(secrets) and secrets[0] != secrets[1]:
+        section.problem(
+            "control secret",
+            f"prefill {secrets[0]}, decode {secrets[1]}: all KV travels natively (secret_mismatch)",
+            "the same control_secret_file for all prefill and decode servers",
+        )
     differing = [
         f"{name}: prefill {prefill.info[name]!r}, decode {decode.info[name]!r}"
         for name in _MUST_AGREE

@@ -75,6 +75,11 @@ def check_server(section: Section, server: RunningServer) -> None:
         f"budget {server.setting('budget')}, tiers {server.setting('allowed_tiers')}, "
         f"scorer {server.setting('scorer')}",
     )
+    secret = server.setting("control_secret")
+    if secret == "on":
+        section.ok("control secret", "on: the control channel takes connections of those who hold it")
+    elif secret:
+        section.ok("control secret", "off: the firewall says who may connect (docs/threat_model.md)")
     _check_probe(section, server.metrics)
     _check_slots(section, server.metrics)
     _check_failures(section, server.metrics)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from spectrumkv_sglang.config import ConfigError, SpectrumKVConfig, load_config
+from spectrumkv_sglang.control_secret import read_control_secret
 from spectrumkv_sglang.doctor.findings import Section
 from spectrumkv_sglang.doctor.probe_record import check_probe
 
@@ -34,9 +35,28 @@ def check_settings(
         section.warning("enabled", "false: every chunk takes SGLang's own path", "set enabled: true to use tiers")
     else:
         check_probe(section, config, model_directory)
+    _check_control_channel(section, config)
     if config.transfer_log is not None:
         _check_transfer_log(section, config.transfer_log)
     return section, config
+
+
+def _check_control_channel(section: Section, config: SpectrumKVConfig) -> None:
+    port = f"port {config.control_port}" if config.control_port else "a random port"
+    where = f"decode listens on {port}" + (f" of {config.control_host}" if config.control_host else "")
+    if config.control_secret_file is None:
+        section.info(
+            "control channel",
+            f"{where}; no secret: whoever reaches the port may connect",
+            "a firewall, or control_secret_file (docs/threat_model.md); control_port fixes the port",
+        )
+        return
+    try:
+        read_control_secret(config.control_secret_file)
+    except ConfigError as error:
+        section.problem("control channel", str(error), "a server started with it stops with the same message")
+        return
+    section.ok("control channel", f"{where}; secret of {config.control_secret_file}, the same on every server")
 
 
 def _check_transfer_log(section: Section, path: Path) -> None:

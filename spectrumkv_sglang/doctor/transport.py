@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from spectrumkv_sglang.doctor.findings import Section
-from spectrumkv_sglang.transport_tuning import TCP_TUNING
+from spectrumkv_sglang.transport_tuning import MEASURED_GAIN, TCP_TUNING
 
 SYSTEM_LIBRARIES = {
     "libibverbs.so.1": "libibverbs1",
@@ -126,7 +126,8 @@ def _check_tcp_tuning(section: Section, environ: Mapping[str, str]) -> None:
         section.ok(
             "mooncake tcp",
             "a server with spectrumkv_tcp sets, unless tune_tcp is false:\n"
-            + "\n".join(f"  {variable.name}={variable.value}: else {variable.without_it}" for variable in ours),
+            + "\n".join(f"  {variable.name}={variable.value}: else {variable.without_it}" for variable in ours)
+            + f"\n{MEASURED_GAIN}",
         )
     if theirs:
         section.info(

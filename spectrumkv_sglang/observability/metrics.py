@@ -29,6 +29,7 @@ from spectrumkv_sglang.observability.reasons import (
     Wait,
 )
 from spectrumkv_sglang.observability.transfer_log import ChunkRecord
+from spectrumkv_sglang.observability.transfer_spans import process_spans
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -150,8 +151,17 @@ class TransferMetrics:
             self._counter(spec)
 
     @_never_raises
-    def config(self, *, version: str, profile: str, budget: float, allowed_tiers: Iterable[str], scorer: str) -> None:
-        """Publishes the settings that the process runs with. Once per process."""
+    def config(
+        self,
+        *,
+        version: str,
+        profile: str,
+        budget: float,
+        allowed_tiers: Iterable[str],
+        scorer: str,
+        control_secret: bool = False,
+    ) -> None:
+        """Publishes the settings that the process runs with, of the secret whether there is one. Once per process."""
         self._gauge(
             specs.CONFIG_INFO,
             version=version,
@@ -159,6 +169,7 @@ class TransferMetrics:
             budget=f"{budget:g}",
             allowed_tiers=",".join(allowed_tiers),
             scorer=scorer,
+            control_secret="on" if control_secret else "off",
         ).set(1)
 
     @_never_raises
@@ -176,6 +187,8 @@ class TransferMetrics:
     @_never_raises
     def chunk(self, record: ChunkRecord) -> None:
         """Counts one chunk that prefill sent: bytes, tokens by tier, path and reason, writes, time and achieved b."""
+        if (spans := process_spans()) is not None:
+            spans.chunk(record)
         path = record.path.value
         self._counter(specs.CHUNKS, path=path, reason=record.reason.value).inc()
         self._counter(specs.NATIVE_BYTES, path=path).inc(record.native_bytes)
@@ -233,21 +246,29 @@ class TransferMetrics:
     @_never_raises
     def pack(self, seconds: float) -> None:
         """Packing of one sub-chunk, seconds."""
+        if (spans := process_spans()) is not None:
+            spans.phase("pack", seconds)
         self._histogram(specs.PACK_SECONDS).observe(seconds)
 
     @_never_raises
     def write(self, seconds: float) -> None:
         """Mooncake write of one sub-chunk, seconds."""
+        if (spans := process_spans()) is not None:
+            spans.phase("write", seconds)
         self._histogram(specs.WRITE_SECONDS).observe(seconds)
 
     @_never_raises
-    def unpack(self, seconds: float) -> None:
-        """Checksum and unpacking of one sub-chunk, seconds."""
+    def unpack(self, seconds: float, room: int | None = None) -> None:
+        """Checksum and unpacking of one sub-chunk of ``room``, seconds."""
+        if room is not None and (spans := process_spans()) is not None:
+            spans.unpacked(room, seconds)
         self._histogram(specs.UNPACK_SECONDS).observe(seconds)
 
     @_never_raises
     def wait(self, wait: Wait, seconds: float) -> None:
         """Time that a chunk spent waiting, seconds."""
+        if (spans := process_spans()) is not None:
+            spans.wait("open" if wait is Wait.OPEN else f"wait for {wait.value}", seconds)
         self._histogram(specs.WAIT_SECONDS, wait=wait.value).observe(seconds)
 
     @_never_raises

@@ -21,53 +21,55 @@ class ProbeTextError(SpectrumKVError):
     """A text for the probe is missing or unusable."""
 
 
-def load_essays(path: Path | None, *, shipped: str, option: str) -> tuple[str, ...]:
+def load_essays(path: Path | None, *, shipped: str, option: str, required: bool = False) -> tuple[str, ...]:
     """Return a text's essays: the parts between lines that hold only ``---``, or the whole text as one.
 
     Args:
         path: a UTF-8 text file, or None for the shipped one.
         shipped: name of the shipped file.
         option: the command line's option for ``path``, named in errors.
+        required: whether the command has no use for the shipped text, so that errors must not offer it.
 
     Raises:
         ProbeTextError: the file cannot be read, is not UTF-8, or holds fewer than ``MIN_CHARACTERS`` characters.
     """
+    instead = "" if required else f", or leave {option} out to use the shipped text"
     if path is None:
         text = (resources.files("spectrumkv_sglang.probe") / "text" / shipped).read_text("utf-8")
     else:
-        text = _read(path, option)
+        text = _read(path, option, instead)
     essays = tuple(essay.strip() for essay in text.replace("\r\n", "\n").split(_ESSAY_SEPARATOR) if essay.strip())
     characters = sum(map(len, essays))
     if characters < MIN_CHARACTERS:
         raise ProbeTextError(
             f"{option} {path}: the text has {characters} characters, expected at least {MIN_CHARACTERS:,}; give a "
-            f"longer one, or leave {option} out to use the shipped text"
+            f"longer one{instead}"
         )
     return essays
 
 
-def load_judged_text(path: Path | None = None) -> str:
+def load_judged_text(path: Path | None = None, *, required: bool = False) -> str:
     """Return the text for teacher-forced scores, its essays joined by blank lines.
 
     Args:
         path: a UTF-8 text file (``--text``), or None for the shipped one.
+        required: as in ``load_essays``.
 
     Raises:
         ProbeTextError: see ``load_essays``.
     """
-    return "\n\n".join(load_essays(path, shipped="judged.txt", option="--text"))
+    return "\n\n".join(load_essays(path, shipped="judged.txt", option="--text", required=required))
 
 
-def _read(path: Path, option: str) -> str:
+def _read(path: Path, option: str, instead: str) -> str:
     try:
         return path.read_text("utf-8")
     except UnicodeDecodeError as error:
         raise ProbeTextError(
             f"{option} {path}: not UTF-8 text (byte {error.start} is {error.object[error.start]:#04x}); convert it "
-            f"with `iconv -t UTF-8`, or leave {option} out to use the shipped text"
+            f"with `iconv -t UTF-8`{instead}"
         ) from error
     except OSError as error:
         raise ProbeTextError(
-            f"{option} {path}: {error.strerror or error}; give a readable text file, or leave {option} out to use the "
-            "shipped text"
+            f"{option} {path}: {error.strerror or error}; give a readable text file{instead}"
         ) from error

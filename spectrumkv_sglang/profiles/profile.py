@@ -16,7 +16,7 @@ import yaml
 from numpy.typing import NDArray
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError, model_validator
 
-from spectrumkv_sglang.kernels.precision import CHANNEL_BLOCK_ROWS, Precision
+from spectrumkv_sglang.kernels.precision import CHANNEL_BLOCK_ROWS, Precision, labels_by_bits
 from spectrumkv_sglang.kernels.quantisers import quantiser_for
 from spectrumkv_sglang.kernels.transforms import Transform
 from spectrumkv_sglang.payload.geometry import KVGeometry
@@ -37,7 +37,7 @@ def _precision_from_label(value: Any) -> Any:
         return value
     if isinstance(value, str) and value in _PRECISION_LABELS:
         return _PRECISION_LABELS[value]
-    raise ValueError(f"unknown precision {value!r}: choose from {', '.join(_PRECISION_LABELS)}")
+    raise ValueError(f"unknown precision {value!r}: choose from {', '.join(labels_by_bits())}")
 
 
 def _transform_from_label(value: Any) -> Any:

@@ -10,6 +10,8 @@ import msgspec
 import typer
 from rich.console import Console
 
+from spectrumkv_sglang.sizing.transport import Transport
+
 if TYPE_CHECKING:
     from spectrumkv_sglang.config import SpectrumKVConfig
     from spectrumkv_sglang.sizing.model_kv import ModelKV
@@ -50,6 +52,10 @@ def size(
     tflops: Annotated[
         float, typer.Option(min=1e-6, help="TFLOP/s that a rank reaches at prefill, for the estimate.")
     ] = ASSUMED_TFLOPS,
+    transport: Annotated[
+        Transport | None,
+        typer.Option(help="What a chunk costs beside its bytes; default: the launch config's backend, else tcp."),
+    ] = None,
     chunk_tokens: Annotated[int, typer.Option(min=1, help="SGLang's --chunked-prefill-size, tokens.")] = 8192,
     json: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON as well.")
@@ -71,6 +77,7 @@ def size(
         config,
         speeds,
         measure,
+        transport or _configured_transport(config),
         chunk_tokens,
         prefill,
         assumed,
@@ -82,6 +89,20 @@ def size(
             json.write_bytes(msgspec.json.format(msgspec.json.encode(result)) + b"\n")
         except OSError as error:
             raise typer.BadParameter(f"cannot write {json}: {error.strerror}", param_hint="--json") from error
+
+
+def _configured_transport(path: Path | None) -> Transport:
+    """By the backend that a launch config names; TCP, the slower one, where none does."""
+    from spectrumkv_sglang.errors import SpectrumKVError
+    from spectrumkv_sglang.launch_config import read_launch_config
+
+    if path is None:
+        return Transport.TCP
+    try:
+        backend = read_launch_config(path).backend
+    except SpectrumKVError:  # settings alone; what is wrong with them is said where they are read
+        return Transport.TCP
+    return Transport.TCP if backend.endswith("_tcp") else Transport.RDMA
 
 
 def _prefill_time(model: ModelKV, rate: float | None, tflops: float) -> tuple[Callable[[int], float], str]:
@@ -110,6 +131,7 @@ def _sizing(
     config_path: Path | None,
     speeds_path: Path | None,
     measure: bool,
+    transport: Transport,
     chunk_tokens: int,
     prefill: Callable[[int], float],
     prefill_assumed: str,
@@ -120,7 +142,7 @@ def _sizing(
     from spectrumkv_sglang.sizing.estimate import Cluster, estimate
     from spectrumkv_sglang.sizing.measurement import measure_speeds
     from spectrumkv_sglang.sizing.result import SIZING_FORMAT, PoolMemory, SizingResult
-    from spectrumkv_sglang.sizing.speeds import ASSUMED_TABLE, GOODPUT_SHARE, read_speeds
+    from spectrumkv_sglang.sizing.speeds import GOODPUT_SHARE, assumed_table, read_speeds
     from spectrumkv_sglang.tuning.link_model import bytes_per_second
 
     configured = load_config(config_path)
@@ -138,11 +160,11 @@ def _sizing(
         )  # fmt: skip
     policies = _policies(configured, first=config_path is not None)
     if measure:
-        table = measure_speeds(model.rank, [(one.profile, one.budget) for one in policies], say)
+        table = measure_speeds(model.rank, [(one.profile, one.budget) for one in policies], say, transport)
     elif speeds_path is not None:
-        table = read_speeds(speeds_path, bytes_per_token=model.rank.native_bytes_per_token)
+        table = read_speeds(speeds_path, bytes_per_token=model.rank.native_bytes_per_token, transport=transport)
     else:
-        table = ASSUMED_TABLE
+        table = assumed_table(transport)
     cluster = Cluster(bytes_per_second(gbps * GOODPUT_SHARE), model.tp, chunk_tokens, configured.slot_bytes)
     estimates = [estimate(tokens, model.rank, cluster, policies, table, prefill) for tokens in prompts]
     shared = f", shared by {model.tp} ranks" if model.tp > 1 else ""

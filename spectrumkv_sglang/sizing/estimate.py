@@ -19,6 +19,9 @@ from spectrumkv_sglang.verification.narrow_precisions import narrow_precisions
 PLANNED_TOKENS = 4096
 """Most tokens that b is planned for: longer chunks come to the same."""
 
+AS_FAST = 0.05
+"""Longer by this share is as fast: the estimates are not closer than that to what pairs took (`tests/sizing`)."""
+
 
 @dataclass(frozen=True)
 class Cluster:
@@ -80,8 +83,12 @@ class PromptEstimate:
 
     @property
     def best(self) -> Choice:
-        """The choice of the least time to the first token; of equals the one with more bytes."""
-        return min(self.choices, key=lambda choice: (round(choice.ttft_seconds, 4), -choice.b))
+        """Of the choices that are nearly as fast as the fastest the one with most bytes: fewer bytes lose more."""
+        limit = min(choice.ttft_seconds for choice in self.choices) * (1 + AS_FAST)
+        return max(
+            (choice for choice in self.choices if choice.ttft_seconds <= limit),
+            key=lambda choice: (choice.b, -choice.ttft_seconds),
+        )
 
     def gain(self, choice: Choice) -> float:
         """Share of the native time to the first token that the choice saves."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from spectrumkv_sglang.payload.geometry import KVGeometry
 from spectrumkv_sglang.sizing.errors import SizingError
 from spectrumkv_sglang.sizing.speeds import ProfileSpeed, SpeedTable
+from spectrumkv_sglang.sizing.transport import Transport
 
 REPEATS = 3
 MOST_BYTES = {"cpu": 8 * 2**20, "cuda": 2**30}
@@ -17,11 +18,15 @@ MOST_TOKENS = {"cpu": 512, "cuda": 8192}
 
 
 def measure_speeds(
-    geometry: KVGeometry, policies: Sequence[tuple[str, float]], say: Callable[[str], None] = lambda line: None
+    geometry: KVGeometry,
+    policies: Sequence[tuple[str, float]],
+    say: Callable[[str], None] = lambda line: None,
+    transport: Transport = Transport.TCP,
 ) -> SpeedTable:
     """Median speeds of ``policies``, (profile, budget), on random KV of one rank's ``geometry``.
 
     Planning, packing with the checksum, and verified unpacking count; the device is the first GPU, or the CPU.
+    ``transport`` says what a chunk costs beside that: no transfer is measured here.
 
     Raises:
         SizingError: the device cannot hold the KV.
@@ -60,7 +65,9 @@ def measure_speeds(
             record = transfer.unpack(f"{profile}-{repeat}")
             taken.append((record.native_bytes / record.pack_seconds, record.native_bytes / record.unpack_seconds))
         pack, unpack = (statistics.median(column) for column in zip(*taken[1:], strict=True))
-        speeds[profile] = ProfileSpeed(pack, unpack, source=f"measured here ({device.type})")
+        speeds[profile] = ProfileSpeed(
+            pack, unpack, chunk_seconds=transport.chunk_seconds, source=f"measured here ({device.type})"
+        )
         say(f"{profile}: {pack / 1e9:.2f} GB/s packed, {unpack / 1e9:.2f} GB/s unpacked")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
-    return SpeedTable(f"measured here on {name}: {tokens} tokens, median of {REPEATS}", speeds)
+    return SpeedTable(f"measured here on {name}: {tokens} tokens, median of {REPEATS}; {transport.why}", speeds)

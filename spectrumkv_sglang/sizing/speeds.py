@@ -6,11 +6,12 @@ import json
 import math
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from spectrumkv_sglang.sizing.errors import SizingError
+from spectrumkv_sglang.sizing.transport import Transport
 from spectrumkv_sglang.tuning.link_model import (
     Codec,
     FixedCost,
@@ -24,11 +25,6 @@ from spectrumkv_sglang.tuning.link_model import (
 
 ASSUMED_BYTES_PER_SECOND = 40e9
 """S where nothing was measured, as `spectrumkv simulate` assumes it: below every transfer measured on the H200."""
-CHUNK_SECONDS = 0.002
-"""What a chunk costs beside packing, bytes and unpacking, where that was not measured: asking for slots, answers."""
-TCP_CHUNK_SECONDS = 0.017
-"""The same where kernels were measured alone: what single chunks took over TCP beyond kernels and bytes on the H200
-(host staging, the first payload and the last; docs/results/gpu.md)."""
 GOODPUT_SHARE = 0.957
 """Of a link's rate that a plain TCP socket got on links of 1 to 25 Gb/s (docs/results/gpu.md)."""
 _ONE_CHUNK_TOKENS = 8192
@@ -52,7 +48,7 @@ class ProfileSpeed:
     pack_host_seconds: float = 0.0
     unpack_host_seconds: float = 0.0
     overlapped: bool = True
-    chunk_seconds: float = CHUNK_SECONDS
+    chunk_seconds: float = Transport.TCP.chunk_seconds
     source: str = "assumed"
 
     def _codec(self, b: float) -> Codec:
@@ -84,30 +80,35 @@ class SpeedTable:
 
     source: str
     by_profile: dict[str, ProfileSpeed] = field(default_factory=dict)
+    assumed: ProfileSpeed = ASSUMED
 
     def of(self, profile: str) -> ProfileSpeed:
         """The profile's; where it was not measured the slowest of those that were; the assumption without any."""
         found = self.by_profile.get(profile)
         if found is not None or not self.by_profile:
-            return found or ASSUMED
+            return found or self.assumed
         slowest_name = min(self.by_profile, key=lambda name: self.by_profile[name].pack)
         slowest = self.by_profile[slowest_name]
         fields = {**slowest.__dict__, "source": f"not measured: as {slowest_name}"}
         return ProfileSpeed(**fields)
 
 
-ASSUMED_TABLE = SpeedTable(
-    f"nothing was measured: {ASSUMED_BYTES_PER_SECOND / 1e9:g} GB/s of native KV through pack and unpack on each rank "
-    f"and {CHUNK_SECONDS * 1e3:g} ms a chunk, which a data-centre GPU exceeds; a CPU does not: use --measure there"
-)
+def assumed_table(transport: Transport) -> SpeedTable:
+    """Speeds where nothing was measured."""
+    return SpeedTable(
+        f"nothing was measured: {ASSUMED_BYTES_PER_SECOND / 1e9:g} GB/s of native KV through pack and unpack on each "
+        f"rank, which a data-centre GPU exceeds and a CPU does not reach (use --measure there); {transport.why}",
+        assumed=replace(ASSUMED, chunk_seconds=transport.chunk_seconds),
+    )
 
 
-def read_speeds(path: Path, *, bytes_per_token: int) -> SpeedTable:
+def read_speeds(path: Path, *, bytes_per_token: int, transport: Transport = Transport.TCP) -> SpeedTable:
     """Speeds from a file: the result of benchmarks/kernels.py or transfer.py, docs/results/gpu.json, or what
     ``spectrumkv size --json`` wrote.
 
     Args:
         bytes_per_token: native KV of a token on one rank; of several measured models the nearest counts.
+        transport: says what a chunk costs where kernels were measured alone.
 
     Raises:
         SizingError: no such file, or none of these.
@@ -128,9 +129,10 @@ def read_speeds(path: Path, *, bytes_per_token: int) -> SpeedTable:
             if found:
                 source = f"measured: {path}"
                 if read is _from_kernels:
-                    source += (
-                        f" (kernels), and {TCP_CHUNK_SECONDS * 1e3:g} ms a chunk, as over TCP in docs/results/gpu.md"
-                    )
+                    source += f" (kernels), and {transport.why}"
+                    found = {
+                        name: replace(speed, chunk_seconds=transport.chunk_seconds) for name, speed in found.items()
+                    }
                 return SpeedTable(source, found)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise SizingError(f"{expected}; reading it failed with {error!r}") from error
@@ -165,7 +167,6 @@ def _from_kernels(document: Mapping[str, Any], bytes_per_token: int) -> dict[str
             unpack=native / seconds["verified_unpack"],
             pack_host_seconds=host["pack"]["host_seconds"],
             unpack_host_seconds=host["unpack"]["host_seconds"],
-            chunk_seconds=TCP_CHUNK_SECONDS,
             source=f"kernels of {nearest}",
         )
         if name not in found or speed.pack < found[name].pack:

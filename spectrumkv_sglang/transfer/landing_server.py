@@ -404,7 +404,7 @@ class LandingServer:
             chunk.last_seen = self._clock()
             renewed = chunk.slots[index] = self._pool.renew(chunk.slots[index])
             if result.failure is None:
-                self._metrics.unpack(result.seconds)
+                self._metrics.unpack(result.seconds, chunk.open.room)
                 self._reply(
                     result.key,
                     Done(

@@ -26,6 +26,7 @@ def failure(*arguments: object) -> str:
     ("arguments", "message"),
     [
         (("--profile", "int9"), "unknown profile 'int9'"),
+        (("--profile", "balanced@0.1"), "(from --profile balanced@0.1, --seed)"),
         ((), "nothing to evaluate"),
         (("--profile", "int8", "--model-path", "{folder}/none"), "no such directory"),
         (("--profile", "int8", "--model-path", "{folder}"), "no config.json"),

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from spectrumkv_sglang.launch.servers import CPU_SHIMS, Device, Role, ServerSpec, free_port
+from spectrumkv_sglang.launch import servers
+from spectrumkv_sglang.launch.servers import CPU_SHIMS, Device, Fleet, Role, Router, ServerSpec, SGLangServer, free_port
 from spectrumkv_sglang.launch.sglang_versions import SGLangVersionError, python_path, release_number
 
 RETRACTION = "--disaggregation-decode-retraction-backup"
@@ -74,3 +75,41 @@ def test_release_numbers_order_releases() -> None:
 def test_an_untested_release_is_refused() -> None:
     with pytest.raises(SGLangVersionError, match=r"0\.4\.0 is not one of the tested releases"):
         python_path("0.4.0")
+
+
+def test_a_router_names_every_server_and_the_bootstrap_ports(tmp_path: Path) -> None:
+    prefills = [SGLangServer(spec(Role.PREFILL), f"prefill-{index}", log_dir=tmp_path) for index in range(2)]
+    decodes = [SGLangServer(spec(Role.DECODE), f"decode-{index}", log_dir=tmp_path) for index in range(2)]
+    command = Router(prefills, decodes, log_dir=tmp_path, native=True, extra_args=("--policy", "random")).command
+    for server in prefills:
+        place = command.index(server.url)
+        assert command[place - 1 : place + 2] == ("--prefill", server.url, str(server.bootstrap_port))
+    assert [command[place + 1] for place, word in enumerate(command) if word == "--decode"] == [
+        server.url for server in decodes
+    ]
+    assert command[-2:] == ("--policy", "random")
+    assert "--mini-lb" not in command
+    assert "--mini-lb" in Router(prefills[0], decodes[0], log_dir=tmp_path).command
+
+
+def test_who_is_waited_for_is_said_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Starting:
+        """Ready when it was asked so many times."""
+
+        def __init__(self, name: str, asked: int) -> None:
+            self.name, self._asked = name, asked
+
+        def check_alive(self) -> None:
+            return
+
+        def ready(self) -> bool:
+            self._asked -= 1
+            return self._asked <= 0
+
+    monkeypatch.setattr(servers, "PROGRESS_SECONDS", 0.0)
+    told: list[list[str]] = []
+    Fleet().wait_ready(
+        [Starting("prefill", 1), Starting("decode", 3)],  # type: ignore[list-item]
+        on_waiting=lambda waiting, seconds: told.append([server.name for server in waiting]),
+    )
+    assert told == [["decode"], ["decode"]]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import re
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import yaml
@@ -32,14 +33,11 @@ SERIES = {
 
 
 @pytest.fixture(scope="module")
-def by_hand() -> ModuleType:
+def by_hand() -> Iterator[ModuleType]:
     """The example's program, which knows the dashboard's queries."""
-    spec = importlib.util.spec_from_file_location("against_a_pair", MONITORING / "against_a_pair.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(MONITORING)
+        yield importlib.import_module("against_a_pair")
 
 
 @pytest.fixture(scope="module")
@@ -183,3 +181,41 @@ def test_buckets_hold_what_was_measured() -> None:
     assert len(seconds) > 100
     assert STAGE_SECONDS[0] < min(seconds)
     assert max(seconds) < STAGE_SECONDS[-1]
+
+
+# ---- its picture -------------------------------------------------------------------------------------------------
+
+
+def answers(path: str, **parameters: str) -> dict[str, Any]:
+    """As Prometheus' HTTP API: one series that rises, with every label that a panel's legend may name."""
+    labels = {"engine_type": "prefill", "state": "verified", "path": "tiered", "reason": "tiered", "tier": "mid",
+              "cause": "none", "candidate": "balanced", "stat": "min"}  # fmt: skip
+    if path == "query":
+        return {"result": [{"metric": labels, "value": [float(parameters["time"]), "0.7"]}]}
+    start, end, step = (float(parameters[name]) for name in ("start", "end", "step"))
+    times = [start + index * step for index in range(round((end - start) / step) + 1)]
+    return {"result": [{"metric": labels, "values": [[moment, str(moment - start)] for moment in times]}]}
+
+
+def test_every_panel_of_the_dashboard_is_drawn(by_hand: ModuleType, tmp_path: Path) -> None:
+    dashboard = json.loads(by_hand.DASHBOARD.read_text())
+    asked: list[str] = []
+
+    def ask(path: str, **parameters: str) -> dict[str, Any]:
+        asked.append(parameters["query"])
+        return answers(path, **parameters)
+
+    out = tmp_path / "dashboard.png"
+    filled = by_hand.Drawing(ask, now=1e9, seconds=600, window="2m").draw(dashboard, out)
+    assert filled == len(dashboard["panels"])
+    assert sorted(asked) == sorted(query for _, query in by_hand.dashboard_queries())
+    assert out.read_bytes().startswith(b"\x89PNG")
+
+
+def test_panels_without_data_say_so_and_unknown_ones_are_refused(by_hand: ModuleType, tmp_path: Path) -> None:
+    dashboard = json.loads(by_hand.DASHBOARD.read_text())
+    drawing = by_hand.Drawing(lambda path, **parameters: {"result": []}, now=1e9, seconds=600, window="2m")
+    assert drawing.draw(dashboard, tmp_path / "empty.png") == 0
+    dashboard["panels"][0]["type"] = "gauge"
+    with pytest.raises(ValueError, match="is a 'gauge'"):
+        drawing.draw(dashboard, tmp_path / "unknown.png")

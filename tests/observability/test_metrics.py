@@ -116,6 +116,7 @@ def test_stages_slots_and_config(registry: CollectorRegistry, metrics: TransferM
             budget="0.55",
             allowed_tiers="high,mid",
             scorer="window",
+            control_secret="off",
         )
         == 1
     )

@@ -94,3 +94,6 @@ def test_an_unusable_file_is_refused_with_what_to_do(make, complaint: str, tmp_p
         load_judged_text(file)
     assert str(caught.value).startswith(f"--text {file}: ")
     assert "leave --text out to use the shipped text" in str(caught.value)
+    with pytest.raises(ProbeTextError, match=complaint) as required:  # by a command that has no use for the shipped one
+        load_judged_text(file, required=True)
+    assert "leave --text out" not in str(required.value)

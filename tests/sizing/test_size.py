@@ -11,6 +11,7 @@ import pytest
 from click.testing import Result
 
 from spectrumkv_sglang.sizing.errors import SizingError
+from spectrumkv_sglang.sizing.estimate import Choice, PromptEstimate
 from spectrumkv_sglang.sizing.model_kv import read_model
 from spectrumkv_sglang.sizing.speeds import read_speeds
 
@@ -166,6 +167,35 @@ def test_a_measurement_can_be_kept_and_used_again(
         size("--model-path", model, "--gbps", 1, "--prompt-tokens", 8192, "--speeds", out, "--json", again), again
     )
     assert reused["estimates"] == measured["estimates"]
+
+
+def test_tcp_costs_a_chunk_what_it_took_on_the_pairs_and_rdma_less(
+    model_of: Callable[..., Path], size: Callable[..., Result], tmp_path: Path
+) -> None:
+    launch = tmp_path / "launch.yaml"
+    launch.write_text("format: 1\nbackend: spectrumkv\nsglang: {common: {model-path: /m}}\nspectrumkv: {}\n")
+    seconds = {}
+    for name, further in {
+        "default": (),
+        "tcp": ("--transport", "tcp"),
+        "rdma": ("--transport", "rdma"),
+        "launch config": ("--config", launch),
+    }.items():
+        out = tmp_path / f"{name}.json"
+        arguments = ("--model-path", model_of(), "--gbps", 10, "--prompt-tokens", 8192, "--json", out, *further)
+        document = sized(size(*arguments), out)
+        seconds[name] = choice(document, "balanced")["transfer_seconds"]
+        assert "docs/results/gpu.md" in " ".join(document["assumptions"]) or name not in ("default", "tcp")
+    assert seconds["default"] == seconds["tcp"] == pytest.approx(seconds["rdma"] + 0.024)
+    assert seconds["launch config"] == pytest.approx(seconds["rdma"])
+
+
+def test_a_profile_that_loses_more_is_not_advised_for_next_to_no_time() -> None:
+    def one(profile: str, b: float, ttft: float) -> Choice:
+        return Choice(profile, b, b, 1, ttft, ttft, 100.0, False, "")
+
+    choices = [one("int8", 0.5, 1.2), one("balanced", 0.3, 1.03), one("aggressive", 0.2, 1.0)]
+    assert PromptEstimate(8192, 1, 0.1, 2.0, 2.0, choices).best.profile == "balanced"
 
 
 def test_wrong_usage(model_of: Callable[..., Path], size: Callable[..., Result], tmp_path: Path) -> None:
