@@ -123,7 +123,7 @@ def main() -> None:
         "payloads": [row for _, row in measured],
     }
     if nvcomp is not None:
-        rows = list(measure(nvcomp, payloads, arguments.device))
+        rows = list(measure(payloads, arguments.device))
         print(f"\nnvCOMP {nvcomp.__version__} on {torch.cuda.get_device_name(arguments.device)}\n")
         columns = ["payload", "codec", "ratio", "GB/s in", "GB/s out", "break-even, Gb/s", "with decompression, Gb/s"]
         by_payload = sorted(rows, key=lambda row: [payload.name for payload in payloads].index(row.payload))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import multiprocessing
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +15,9 @@ from lossless_outcome import Outcome
 from lossless_payloads import Payload
 
 WARM_UP, RUNS = 3, 21
-FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, MemoryError)
+MOST_SECONDS = 90.0
+"""For one payload, the process' start included."""
+FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, MemoryError, BufferError)
 """What nvCOMP, pybind11 and torch raise. One codec's failure leaves the others' rows."""
 VIEWS = {"|u1": torch.uint8, "|f1": torch.uint8, "<i2": torch.int16, "<f2": torch.float16}
 """How a payload is shown to nvCOMP for a data type: to it bfloat16 is a half like any other."""
@@ -89,23 +92,63 @@ def load_nvcomp() -> Any:
         )
 
 
-def measure(nvcomp: Any, payloads: Sequence[Payload], device: str) -> Iterator[GpuRow]:
-    """Every payload by every codec that is for its kind of elements, codec by codec."""
-    with torch.cuda.device(device):
-        for codec in CODECS:
-            for payload in payloads:
-                if payload.element not in codec.elements:
+def measure(payloads: Sequence[Payload], device: str) -> Iterator[GpuRow]:
+    """Every payload by every codec that is for its kind of elements, codec by codec.
+
+    Each codec has a process of its own, since an illegal access of one ends its process' CUDA context. What it did
+    not come to is measured again by another process with buffers that nvCOMP makes itself.
+    """
+    for number, codec in enumerate(CODECS):
+        left = [payload for payload in payloads if payload.element in codec.elements]
+        failed: dict[str, GpuRow] = {}
+        for reuse in (True, False):
+            done: list[str] = []
+            for row in _in_a_process(number, left, device, reuse):
+                if row.outcome is None:
+                    failed[row.payload] = row
                     continue
-                try:
-                    yield _row(nvcomp, codec, payload)
-                except FAILURES as error:
-                    yield GpuRow(payload.name, codec.name, error=f"{type(error).__name__}: {error}")
-                    if (lost := _context_lost()) is not None:
-                        print(f"the CUDA context is lost, the rest is not measured: {lost}", file=sys.stderr)
-                        return
+                done.append(row.payload)
+                yield row
+            left = [payload for payload in left if payload.name not in done]
+            if not left:
+                break
+        for payload in left:
+            yield failed.get(payload.name) or GpuRow(payload.name, codec.name, error="its process ended before it")
 
 
-def _row(nvcomp: Any, codec: GpuCodec, payload: Payload) -> GpuRow:
+def _in_a_process(number: int, payloads: Sequence[Payload], device: str, reuse: bool) -> Iterator[GpuRow]:
+    """Rows as a process of their own sends them, until it ends."""
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_serve, args=(sender, number, payloads, device, reuse))
+    process.start()
+    sender.close()
+    try:
+        while receiver.poll(MOST_SECONDS):
+            yield receiver.recv()
+    except EOFError:
+        pass
+    finally:
+        process.kill()
+        process.join()
+
+
+def _serve(sender: Any, number: int, payloads: Sequence[Payload], device: str, reuse: bool) -> None:
+    nvcomp, codec = load_nvcomp(), CODECS[number]
+    with torch.cuda.device(device):
+        for payload in payloads:
+            try:
+                sender.send(_row(nvcomp, codec, payload, reuse))
+            except FAILURES as error:
+                text = str(error).splitlines()
+                sender.send(
+                    GpuRow(payload.name, codec.name, error=f"{type(error).__name__}: {text[0] if text else ''}")
+                )
+                if _context_lost() is not None:
+                    return
+
+
+def _row(nvcomp: Any, codec: GpuCodec, payload: Payload, reuse: bool) -> GpuRow:
     data = torch.frombuffer(bytearray(payload.data), dtype=torch.uint8).cuda()
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
@@ -120,13 +163,13 @@ def _row(nvcomp: Any, codec: GpuCodec, payload: Payload) -> GpuRow:
         packed = own.encode(source)
         torch.cuda.synchronize()
         packed_bytes = int(packed.buffer_size)
-        restored = torch.utils.dlpack.from_dlpack(own.decode(packed))
+        restored = torch.utils.dlpack.from_dlpack(own.decode(packed, data_type="|u1"))
         torch.cuda.synchronize()
         if not torch.equal(restored.view(torch.uint8).flatten(), data):
             raise ValueError("what it decompressed is not what it compressed")
-        compress, reused = _seconds(_compressions(own, source), stream, codec.name)
+        compress, reused = _seconds(_compressions(own, source), stream, codec.name, reuse)
         out = torch.zeros_like(data)
-        decompress, reused_out = _seconds(_decompressions(own, packed, out), stream, codec.name)
+        decompress, reused_out = _seconds(_decompressions(own, packed, out), stream, codec.name, reuse)
         if reused_out and not torch.equal(out, data):
             raise ValueError("what it decompressed into a buffer that was there is not what it compressed")
     outcome = Outcome(len(data), packed_bytes, compress, decompress)
@@ -158,8 +201,10 @@ def _decompressions(own: Any, packed: Any, out: torch.Tensor) -> _Timed:
     return _Timed(prepared, lambda: own.decode(packed))
 
 
-def _seconds(timed: _Timed, stream: torch.cuda.Stream, name: str) -> tuple[float, bool]:
+def _seconds(timed: _Timed, stream: torch.cuda.Stream, name: str, reuse: bool) -> tuple[float, bool]:
     """Median of the GPU's time from call to end, and whether the buffers that were made before were used."""
+    if not reuse:
+        return _median(timed.plain, stream), False
     try:
         return _median(timed.prepared(), stream), True
     except FAILURES as error:

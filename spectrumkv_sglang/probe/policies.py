@@ -2,11 +2,13 @@
 
 ``policy`` is what would be served: tiers by importance under a budget; ``random`` gives as many tokens each tier, but
 not those that matter. The others put every token in one tier, so that each tier is judged at its worst, and the low
-tier's keys and values apart.
+tier's keys and values apart; all but the sinks, which servers never send in another tier than high.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -32,26 +34,31 @@ _SCORER_FIELDS = ("scorer", "scorer_window", "scorer_stride_samples", "seed")
 
 
 def one_tier_profile(profile: Profile, tier: Tier, part: Part = "both") -> Profile:
-    """A profile of one tier, HIGH, with the precisions that ``profile`` gives to ``tier``; with ``part`` "keys" or
-    "values" the other of the two stays native."""
-    stated = profile.tiers[tier]
+    """``profile`` with two tiers: HIGH, for the sinks, as it is, and as LOW the precisions that it gives to ``tier``;
+    with ``part`` "keys" or "values" the other of the two is HIGH's there. HIGH alone where ``tier`` is HIGH."""
+    stated, high = profile.tiers[tier], profile.tiers[Tier.HIGH]
+    judged = TierPrecision(
+        keys=high.keys if part == "values" else stated.keys,
+        values=high.values if part == "keys" else stated.values,
+    )
+    place = Tier.HIGH if tier is Tier.HIGH else Tier.LOW
+    sources: list[tuple[Tier, Part, Tier]] = [(tier, part, place)]
+    if place is Tier.LOW:
+        sources.append((Tier.HIGH, "both", Tier.HIGH))
+        if part != "both":
+            sources.append((Tier.HIGH, "values" if part == "keys" else "keys", Tier.LOW))
+
+    def kept(overrides: Sequence[LayerOverride]) -> list[LayerOverride]:
+        found = [_of_tier(override, *source) for override in overrides for source in sources]
+        return [override for override in found if override is not None]
+
     return Profile(
         name=f"{profile.name}-{tier.label}-{part}",
-        description=f"Every token as {tier.label} of {profile.name}, {part}",
-        tiers={
-            Tier.HIGH: TierPrecision(
-                keys=Precision.NATIVE if part == "values" else stated.keys,
-                values=Precision.NATIVE if part == "keys" else stated.values,
-            )
-        },
-        layer_overrides=[
-            kept for override in profile.layer_overrides if (kept := _of_tier(override, tier, part)) is not None
-        ],
-        head_overrides=[
-            kept
-            for override in profile.head_overrides
-            if (kept := _of_tier(override, tier, part)) is not None and isinstance(kept, HeadOverride)
-        ],
+        description=f"Every token but the sinks as {tier.label} of {profile.name}, {part}",
+        transform=profile.transform,
+        tiers={Tier.HIGH: high, place: judged},
+        layer_overrides=kept(profile.layer_overrides),
+        head_overrides=[override for override in kept(profile.head_overrides) if isinstance(override, HeadOverride)],
     )
 
 
@@ -65,6 +72,14 @@ def probe_budget(config: SpectrumKVConfig, geometry: KVGeometry) -> float:
         return config.budget
     lowest, above = float(cost[tiers[-1]]), float(cost[tiers[-2]])
     return min(config.budget, max((lowest + above) / 2, config.reachable_budget * 1.02))
+
+
+def least_budget(profile: Profile) -> float:
+    """The smallest budget that a configuration of ``profile`` may state: tokens that have to be in no higher tier
+    travel in its lowest then."""
+    geometry = profile.nominal_geometry()
+    least = float(bytes_per_row(geometry, profile.table(geometry)).min()) / geometry.native_bytes_per_token
+    return math.ceil(least * 1e6) / 1e6
 
 
 def write_policies(config: SpectrumKVConfig, geometry: KVGeometry, folder: Path) -> tuple[str, ...]:
@@ -87,7 +102,9 @@ def write_policies(config: SpectrumKVConfig, geometry: KVGeometry, folder: Path)
             derived = one_tier_profile(profile, tier, part)
             _write(folder / f"{name}-profile.yaml", derived.model_dump(mode="json", exclude_none=True))
             fields = {key: value for key, value in base_fields(config).items() if key in _SCORER_FIELDS}
-            _write(folder / f"{name}.yaml", {**fields, "profile": f"./{name}-profile.yaml", "min_tokens": 0})
+            fields |= {"sink_tokens": config.sink_tokens, "recent_tokens": 0, "min_tokens": 0}
+            fields |= {"profile": f"./{name}-profile.yaml", "budget": least_budget(derived)}
+            _write(folder / f"{name}.yaml", fields)
             written.append(name)
     return tuple(written)
 
@@ -105,15 +122,16 @@ def base_fields(config: SpectrumKVConfig) -> dict[str, object]:
     }
 
 
-def _of_tier(override: LayerOverride, tier: Tier, part: Part) -> LayerOverride | None:
-    """The override as it applies to one tier and part, or None where it does not."""
+def _of_tier(override: LayerOverride, tier: Tier, part: Part, place: Tier) -> LayerOverride | None:
+    """The override as it applies to one tier and part, for the tier in whose ``place`` that is judged, or None where it
+    does not."""
     if override.tiers is not None and tier not in override.tiers:
         return None
     keys = override.keys if part != "values" else None
     values = override.values if part != "keys" else None
     if keys is None and values is None:
         return None
-    return override.model_copy(update={"tiers": None, "keys": keys, "values": values})
+    return override.model_copy(update={"tiers": [place], "keys": keys, "values": values})
 
 
 def _write(path: Path, fields: dict[str, object]) -> None:

@@ -10,7 +10,8 @@ from spectrumkv_sglang.kernels.precision import Precision
 from spectrumkv_sglang.payload.geometry import KVGeometry
 from spectrumkv_sglang.payload.layout import bytes_per_row
 from spectrumkv_sglang.probe.policies import one_tier_profile, probe_budget, write_policies
-from spectrumkv_sglang.profiles.profile import Profile, load_profile
+from spectrumkv_sglang.profiles.chunk_plan import plan_chunk, protected_rows
+from spectrumkv_sglang.profiles.profile import Profile, load_profile, shipped_profiles
 from spectrumkv_sglang.profiles.tier import Tier
 
 BF16 = KVGeometry(layers=4, kv_heads=2, head_dim=64, v_head_dim=64, page_size=1, dtype="bfloat16")
@@ -38,19 +39,51 @@ def protected(tmp_path: Path) -> Profile:
 
 @pytest.mark.parametrize("tier", list(Tier))
 def test_one_tier_is_what_the_profile_gives_to_it_overrides_included(protected: Profile, tier: Tier) -> None:
-    whole = protected.table(BF16).values[tier]
+    whole = protected.table(BF16).values
     derived = one_tier_profile(protected, tier)
-    assert derived.tiers_defined == (Tier.HIGH,)
-    for row in derived.table(BF16).values:
-        assert np.array_equal(row, whole)
+    assert derived.tiers_defined == ((Tier.HIGH,) if tier is Tier.HIGH else (Tier.HIGH, Tier.LOW))
+    table = derived.table(BF16).values
+    assert np.array_equal(table[Tier.HIGH], whole[Tier.HIGH])  # the sinks', as served
+    assert np.array_equal(table[Tier.LOW], whole[tier])
 
 
 @pytest.mark.parametrize(("part", "kept"), [("keys", 0), ("values", 1)])
 def test_a_part_leaves_the_other_native(protected: Profile, part: str, kept: int) -> None:
     whole = protected.table(BF16).values[Tier.LOW]
-    cells = one_tier_profile(protected, Tier.LOW, part).table(BF16).values[Tier.HIGH]  # type: ignore[arg-type]
+    cells = one_tier_profile(protected, Tier.LOW, part).table(BF16).values[Tier.LOW]  # type: ignore[arg-type]
     assert np.array_equal(cells[:, kept], whole[:, kept])
     assert (cells[:, 1 - kept] == Precision.NATIVE).all()
+
+
+@pytest.mark.parametrize("name", shipped_profiles())
+def test_each_tier_is_judged_through_the_transforms_that_it_is_served_with(name: str) -> None:
+    profile = load_profile(name)
+    served = profile.table(BF16)
+    for tier in profile.tiers_defined:
+        judged = one_tier_profile(profile, tier).table(BF16)
+        assert np.array_equal(judged.transforms, served.transforms)
+
+
+@pytest.mark.parametrize("name", ["balanced", "aggressive", "spectrum"])
+def test_all_but_the_sinks_are_judged_in_the_low_tier(tmp_path: Path, name: str) -> None:
+    """Servers never send a sink in a lower tier than high, so none is judged there."""
+    config = load_config(None, {"SPECTRUMKV_PROFILE": name})
+    write_policies(config, BF16, tmp_path)
+    for policy in ("mid", "low", "low_keys", "low_values"):
+        judged = load_config(tmp_path / f"{policy}.yaml", {})
+        sinks, recent = protected_rows(0, 2048, 2048, judged.sink_tokens, judged.recent_tokens)
+        plan = plan_chunk(
+            np.linspace(0, 1, 2048, dtype=np.float32),
+            BF16,
+            judged.loaded_profile.table(BF16),
+            judged.budget,
+            1 << 24,
+            sinks,
+            judged.loaded_profile.tiers_defined,
+            400,
+            preferred=recent,
+        )
+        assert np.flatnonzero(plan.tiers != Tier.LOW).tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("profile", ["spectrum", "k8v4", "balanced"])
