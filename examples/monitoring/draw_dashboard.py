@@ -30,7 +30,10 @@ from matplotlib.dates import DateFormatter
 DASHBOARD = Path(__file__).resolve().parent / "grafana" / "dashboards" / "spectrumkv.json"
 NOTE = "drawn by examples/monitoring/draw_dashboard.py from Prometheus' answers to the dashboard's queries; not Grafana"
 COLUMNS = 24  # of Grafana's grid
+WIDTH, ROW, HEAD = 17.0, 0.36, 0.6
+"""Inches: of the picture, of a row of the grid, of the picture's title."""
 POINTS = 120
+SHORT = 600  # seconds: shorter ones have times with seconds
 MOST_ROWS = 7  # of a table
 Ask = Callable[..., Any]
 """(path of Prometheus' HTTP API, parameters) -> ``data`` of the answer."""
@@ -79,23 +82,28 @@ class Drawing:
             ValueError: a panel of a kind or unit that is not known here.
         """
         panels = dashboard["panels"]
-        height = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in panels)
-        figure = plt.figure(figsize=(16, height * 0.42), dpi=80, facecolor="#f4f5f5")
-        grid = figure.add_gridspec(height, COLUMNS, left=0.05, right=0.985, top=0.955, bottom=0.02, hspace=3, wspace=4)
-        figure.text(0.05, 0.978, dashboard["title"], fontsize=17, weight="bold")
+        rows = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in panels)
+        width, height = WIDTH, HEAD + rows * ROW
+        figure = plt.figure(figsize=(width, height), dpi=80, facecolor="#f4f5f5")
+        figure.text(0.3 / width, 1 - 0.4 / height, dashboard["title"], fontsize=17, weight="bold")
         when = datetime.fromtimestamp(self._now, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-        figure.text(0.985, 0.98, f"{when}; {NOTE}", fontsize=9, ha="right", color="#555555")
+        figure.text(1 - 0.2 / width, 1 - 0.35 / height, f"{when}; {NOTE}", fontsize=9, ha="right", color="#555555")
         filled = 0
         for panel in panels:
             place = panel["gridPos"]
-            rows, columns = slice(place["y"], place["y"] + place["h"]), slice(place["x"], place["x"] + place["w"])
-            axes = figure.add_subplot(grid[rows, columns])
+            left, bottom = place["x"] * width / COLUMNS, height - HEAD - (place["y"] + place["h"]) * ROW
+            size = (place["w"] * width / COLUMNS, place["h"] * ROW)
+            inches = (left + 0.75, bottom + 0.3, size[0] - 0.95, size[1] - 0.75)
+            axes = figure.add_axes(
+                (inches[0] / width, inches[1] / height, inches[2] / width, inches[3] / height), facecolor="white"
+            )
             axes.set_title(panel["title"], fontsize=11, loc="left", weight="bold")
             if panel["type"] not in self._draw:
                 raise ValueError(f"panel {panel['title']!r} is a {panel['type']!r}; known are {', '.join(self._draw)}")
             if self._draw[panel["type"]](axes, panel):
                 filled += 1
             else:
+                axes.set(xticks=[], yticks=[])
                 axes.text(0.5, 0.5, "no data", ha="center", va="center", color="#888888", transform=axes.transAxes)
         figure.savefig(out)
         plt.close(figure)
@@ -160,9 +168,11 @@ class Drawing:
         axes.set_ylim(bottom=0)
         axes.set_ylabel(unit.strip(), fontsize=9)
         axes.tick_params(labelsize=8)
-        axes.xaxis.set_major_formatter(DateFormatter("%H:%M"))
+        axes.set_xlim(dates[0], dates[-1])
+        axes.set_xticks(dates[:: POINTS // 6])
+        axes.xaxis.set_major_formatter(DateFormatter("%H:%M" if self._seconds >= SHORT else "%H:%M:%S"))
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=8, loc="upper left", ncols=2, framealpha=0.8)
+        axes.legend(fontsize=7.5, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=3, frameon=False, borderpad=0)
         return True
 
     def _table(self, axes: Axes, panel: dict[str, Any]) -> bool:

@@ -77,7 +77,7 @@ class TransferSpans:
     def phase(self, name: str, seconds: float) -> None:
         """A phase of the chunk that this thread sends has just ended."""
         now = self._clock()
-        self._phases().append(Span(f"spectrumkv {name}", now - seconds, now, _PHASE_LEVEL))
+        self._phases().append(Span(f"spectrumkv_{name.replace(' ', '_')}", now - seconds, now, _PHASE_LEVEL))
 
     def wait(self, name: str, seconds: float) -> None:
         """As `phase`; left out where there was nothing to wait for."""
@@ -90,12 +90,12 @@ class TransferSpans:
         # Those before its start belong to a chunk that failed.
         phases = tuple(_within(one, start, end) for one in self._phases() if one.end >= start)
         self._phases().clear()
-        self._add(record.room, Span("spectrumkv transfer", start, end, _CHUNK_LEVEL, _attributes(record), phases))
+        self._add(record.room, Span("spectrumkv_transfer", start, end, _CHUNK_LEVEL, _attributes(record), phases))
 
     def unpacked(self, room: int, seconds: float) -> None:
         """Decode has just unpacked one payload of ``room``."""
         now = self._clock()
-        self._add(room, Span("spectrumkv unpack", now - seconds, now, _CHUNK_LEVEL))
+        self._add(room, Span("spectrumkv_unpack", now - seconds, now, _CHUNK_LEVEL))
 
     def _phases(self) -> deque[Span]:
         phases: deque[Span] | None = getattr(self._thread, "phases", None)

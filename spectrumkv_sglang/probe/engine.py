@@ -13,7 +13,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -55,6 +55,7 @@ class ProbeEngine:
         base: fields of the SpectrumKV configuration whose scorer observes attention.
         request_seconds: longest that one request may take.
         log_path: where the server's log is copied when the server fails.
+        on_waiting: called every 15 s until the server is ready, with the seconds so far.
 
     Attributes:
         server: what the server serves, known once it is ready.
@@ -73,7 +74,9 @@ class ProbeEngine:
         request_seconds: float,
         start_seconds: float = READY_TIMEOUT_SECONDS,
         log_path: Path,
+        on_waiting: Callable[[float], None] = lambda _: None,
     ) -> None:
+        self._on_waiting = on_waiting
         self._request_seconds, self._start_seconds = request_seconds, start_seconds
         self._log_path = log_path
         # Removed at exit at the latest, should a signal come between the steps below.
@@ -156,7 +159,9 @@ class ProbeEngine:
         self._fleet.start(self._process)
         self._sampler.start()
         try:
-            self._fleet.wait_ready(timeout_seconds=self._start_seconds)
+            self._fleet.wait_ready(
+                timeout_seconds=self._start_seconds, on_waiting=lambda _, seconds: self._on_waiting(seconds)
+            )
         except ProcessError as error:
             what = (
                 "ended while it started" if not self._process.alive else f"was not ready in {self._start_seconds:g} s"

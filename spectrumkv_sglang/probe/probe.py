@@ -68,6 +68,7 @@ def run_probe(options: ProbeOptions, progress: ProbeProgress) -> tuple[ProbeResu
         base=policies.base_fields(options.config),
         request_seconds=options.request_seconds,
         log_path=options.log_path,
+        on_waiting=lambda seconds: progress.note(f"waiting for SGLang, {seconds:.0f} s so far"),
     ) as engine:
         progress.note(f"ready after {engine.load_seconds:.0f} s")
         fingerprint = loaded_fingerprint(engine.server)

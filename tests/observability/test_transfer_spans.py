@@ -37,7 +37,7 @@ PROMPT = "what nobody but the client may read"
 
 def ours(exporter: InMemorySpanExporter) -> list[ReadableSpan]:
     """Finished spans of this package, without those of SGLang around them."""
-    return [span for span in exporter.get_finished_spans() if span.name.startswith("spectrumkv ")]
+    return [span for span in exporter.get_finished_spans() if span.name.startswith("spectrumkv_")]
 
 
 class Clock:
@@ -131,16 +131,16 @@ def test_a_chunk_and_its_phases_stand_in_the_trace_of_the_request(exporter: InMe
     request.time_stats.trace_ctx.trace_req_finish()
 
     found = {span.name: span for span in exporter.get_finished_spans()}
-    transfer = found["spectrumkv transfer"]
+    transfer = found["spectrumkv_transfer"]
     assert {span.context.trace_id for span in found.values()} == {found["prefill Req abcdef"].context.trace_id}
     thread = next(span for span in exporter.get_finished_spans() if span.context.span_id == transfer.parent.span_id)
     assert thread.parent.span_id == found["prefill Req abcdef"].context.span_id
     phases = [span for span in found.values() if span.parent and span.parent.span_id == transfer.context.span_id]
     assert [(span.name, round((span.end_time - span.start_time) / 1e9, 3)) for span in phases] == [
-        ("spectrumkv open", 0.1),
-        ("spectrumkv pack", 0.1),
-        ("spectrumkv write", 0.2),
-        ("spectrumkv wait for done", 0.1),
+        ("spectrumkv_open", 0.1),
+        ("spectrumkv_pack", 0.1),
+        ("spectrumkv_write", 0.2),
+        ("spectrumkv_wait_for_done", 0.1),
     ]
     assert all(transfer.start_time <= span.start_time <= span.end_time <= transfer.end_time for span in phases)
     assert dict(transfer.attributes) == {
@@ -181,7 +181,7 @@ def test_decode_shows_what_it_unpacked(exporter: InMemorySpanExporter) -> None:
     spans.expect(ROOM, sglang_compat.request_trace(request_of()))
     metrics.unpack(0.25, ROOM)
     (unpack,) = ours(exporter)
-    assert (unpack.name, unpack.end_time - unpack.start_time) == ("spectrumkv unpack", 250_000_000)
+    assert (unpack.name, unpack.end_time - unpack.start_time) == ("spectrumkv_unpack", 250_000_000)
 
 
 @pytest.mark.usefixtures("traced")
@@ -194,7 +194,7 @@ def test_the_plugin_hands_traces_over_only_where_sglang_traces(exporter: InMemor
     spans.unpacked(5, 0.1)
     assert ours(exporter) == []
     spans.unpacked(ROOM, 0.1)
-    assert [span.name for span in ours(exporter)] == ["spectrumkv unpack"]
+    assert [span.name for span in ours(exporter)] == ["spectrumkv_unpack"]
 
 
 def test_nothing_is_kept_without_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +242,7 @@ def test_the_example_shows_what_came_over_otlp(exporter: InMemorySpanExporter) -
         receiver.close()
     lines = list(tree_of(received))
     assert len(lines) == len(sent)
-    transfer = next(line for line in lines if "spectrumkv transfer" in line)
+    transfer = next(line for line in lines if "spectrumkv_transfer" in line)
     assert "reason=tiered" in transfer
     assert "wire_bytes=300" in transfer
-    assert lines.index(transfer) < next(index for index, line in enumerate(lines) if "spectrumkv pack" in line)
+    assert lines.index(transfer) < next(index for index, line in enumerate(lines) if "spectrumkv_pack" in line)
