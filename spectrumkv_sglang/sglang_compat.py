@@ -74,6 +74,11 @@ _REQUIRED: tuple[tuple[str, tuple[str, ...], str], ...] = (
         "send a chunk as a tiered payload",
     ),
     (f"{_CONN}.MooncakeKVManager.send_kvcache_slice", (), "send a chunk between unequal TP sizes as a tiered payload"),
+    (
+        f"{_CONN}.MooncakeKVManager._do_staging_transfer",
+        ("staging_strategy", "kv_chunk", "req"),
+        "count what SGLang's staging buffer takes",
+    ),
     (f"{_CONN}.MooncakeKVManager.transfer_worker", ("queue",), "know which room a chunk belongs to"),
     (
         f"{_CONN}.MooncakeKVManager.add_transfer_request",

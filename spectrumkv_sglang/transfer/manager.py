@@ -266,6 +266,23 @@ class SpectrumKVManager(MooncakeKVManager):  # type: ignore[misc]
 
         return self._send(mooncake_session_id, prefill_kv_indices, send_natively, None, sliced=True)
 
+    def _do_staging_transfer(
+        self, staging_strategy: Any, kv_chunk: Any, req: Any, *args: Any, **kwargs: Any
+    ) -> tuple[int, bool]:
+        """SGLang's own buffer for unequal TP sizes, where it is switched on; returns (code, whether it tries again)."""
+        outcome: tuple[int, bool] = (-1, False)
+
+        def send_natively() -> int:
+            nonlocal outcome
+            outcome = super(SpectrumKVManager, self)._do_staging_transfer(
+                staging_strategy, kv_chunk, req, *args, **kwargs
+            )
+            code, deferred = outcome
+            return -1 if deferred else code  # what is deferred was not sent, and is not counted
+
+        self._send(req.mooncake_session_id, kv_chunk.prefill_kv_indices, send_natively, Reason.STAGING, sliced=True)
+        return outcome
+
     def send_aux(self, req: Any, *args: Any, **kwargs: Any) -> Any:
         """The first token; ``req`` is SGLang's TransferInfo of the pages that the chunk's KV went to."""
         chunk = getattr(self.current, "chunk", None)

@@ -61,7 +61,7 @@ def send(source: PrefillSide, rank: PeerRank, room: int, rows: int = 320) -> tup
 
 def plan_of(source: PrefillSide, rank: PeerRank, room: int, pages: list[int], profile: str, budget: float) -> Any:
     policy = SendingPolicy(load_profile(profile), budget, tuple(Tier))
-    return source.rank._planner.plan(
+    return source.rank._planner_of(source.view).plan(
         room=room,
         pages=np.array(pages, dtype=np.int64),
         first_position=0,

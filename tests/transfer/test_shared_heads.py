@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from key_angles import key_angles
 
+from spectrumkv_sglang.observability.reasons import Reason
 from spectrumkv_sglang.payload.codec import KVBuffers
 from spectrumkv_sglang.payload.errors import PayloadError
 from spectrumkv_sglang.payload.geometry import KVGeometry
@@ -246,3 +247,33 @@ def test_heads_of_another_size_are_not_copied_natively(
     if fits:
         assert manager._sliced_page_bytes("s") == 6 * min(ours, theirs)
     assert (manager._native_misfit("s", sliced=False) == "") == (ours == theirs)
+
+
+@pytest.mark.parametrize(("answer", "counted"), [((0, False), [0]), ((0, True), [-1]), ((-1, False), [-1])])
+def test_sglangs_staging_buffer_is_counted_when_it_has_sent(
+    monkeypatch: pytest.MonkeyPatch, answer: tuple[int, bool], counted: list[int]
+) -> None:
+    from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
+
+    from spectrumkv_sglang.transfer.manager import SpectrumKVManager
+
+    monkeypatch.setattr(MooncakeKVManager, "_do_staging_transfer", lambda manager, *arguments: answer)
+    sent: list[Any] = []
+
+    def send(chunk: Any, send_natively: Any, only: Any) -> tuple[int, bool]:
+        code = send_natively().code
+        sent.append((only, chunk.room, chunk.page_bytes, code))
+        return code, code != 0
+
+    chunk = SimpleNamespace(
+        room=7, prefill_kv_indices=np.arange(3), index_slice=slice(0, 3), is_last_chunk=True, spectrumkv_origin=None
+    )
+    manager: Any = SpectrumKVManager.__new__(SpectrumKVManager)
+    manager.current = SimpleNamespace(chunk=chunk)
+    manager.transfer_infos = {7: {"s": SimpleNamespace(dst_kv_indices=np.arange(3))}}
+    manager.decode_kv_args_table = {"s": SimpleNamespace(dst_kv_item_len=256)}
+    manager.kv_args = SimpleNamespace(kv_item_lens=[512] * 6)
+    manager.prefill_rank = SimpleNamespace(send=send, kv_heads=2)
+    request = SimpleNamespace(mooncake_session_id="s")
+    assert manager._do_staging_transfer("strategy", chunk, request, "target") == answer
+    assert sent == [(Reason.STAGING, 7, 6 * 256, code) for code in counted]
