@@ -155,8 +155,9 @@ class GridJudge:
         slots = torch.arange(len(row_tiers), device=device)
         rotated = view.rotated(table, 0, len(row_tiers))
         payload = torch.zeros(layout.total_bytes, dtype=torch.uint8, device=device)
-        pack_payload(view.buffers, slots, row_tiers, layout, payload, rotated=rotated)
-        unpack_payload(payload, view.buffers, slots, row_tiers, layout, rotated=rotated)
+        # By torch on a GPU too: nearly every half has a table of its own, whose kernels would be compiled for it alone.
+        pack_payload(view.buffers, slots, row_tiers, layout, payload, backend="torch", rotated=rotated)
+        unpack_payload(payload, view.buffers, slots, row_tiers, layout, backend="torch", rotated=rotated)
         self.halves_made += 1
         self._halves[half] = [view.buffers.of(layer, half.kv) for layer in range(geometry.layers)]
         if len(self._halves) > self._halves_kept:
