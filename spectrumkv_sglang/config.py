@@ -241,6 +241,12 @@ class SpectrumKVConfig(BaseSettings):
                 f"slots_per_chunk ({self.slots_per_chunk}) must not exceed landing_slots ({self.landing_slots}): lower "
                 "the one or raise the other"
             )
+        if self.codec is not CodecName.none and self.controller.enabled:
+            raise ValueError(
+                f"codec ({self.codec.value}) and controller.enabled cannot go together: the controller expects each "
+                "candidate to take its b on the wire, and would not learn what a codec takes off; set codec: none, or "
+                "controller: {enabled: false}"
+            )
         if self.strict and not self.require_probe:
             raise ValueError("strict and require_probe: false contradict each other: leave one of them out")
         if "budget" not in self.model_fields_set:

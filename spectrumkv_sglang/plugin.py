@@ -140,6 +140,7 @@ def _choose_backend(server_args: Any, *args: Any, **kwargs: Any) -> None:
         return
     from spectrumkv_sglang.config import load_config
     from spectrumkv_sglang.control_secret import read_control_secret
+    from spectrumkv_sglang.lossless.codec import make_codec
 
     # The scheduler processes check SGLang's extension points. Here that would import prometheus_client before SGLang
     # has named its multi-process folder, and the server's own metrics would be lost.
@@ -147,6 +148,7 @@ def _choose_backend(server_args: Any, *args: Any, **kwargs: Any) -> None:
     if config.enabled:
         if config.control_secret_file is not None:
             read_control_secret(config.control_secret_file)  # the ranks read it again
+        make_codec(config.codec)
         _refuse_unproven(config, compat.served_model(server_args))
     os.environ[compat.ACTIVE_VARIABLE] = chosen
     if config.tune_tcp and (chosen == compat.BACKEND_TCP or tcp_is_forced(os.environ)):

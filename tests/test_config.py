@@ -451,3 +451,9 @@ def test_the_configuration_is_immutable() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         config.budget = 0.3
     assert issubclass(ConfigError, SpectrumKVError)
+
+
+def test_a_codec_and_the_controller_exclude_each_other(tmp_path: Path) -> None:
+    path = write(tmp_path, "codec: zstd\ncontroller: {enabled: true}\n")
+    with pytest.raises(ConfigError, match=r"codec \(zstd\) and controller.enabled cannot go together"):
+        load_config(path, environ={})

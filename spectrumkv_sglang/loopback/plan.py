@@ -26,6 +26,7 @@ NATIVE = "native"
 SERVER_LINE = "server"
 """Id of the first result line: what the server serves, or why it cannot do loopback."""
 
+_NO_BUDGET = 1e-9
 _POLICY_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -39,6 +40,8 @@ class LoopbackPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     policies: folder with one configuration file NAME.yaml a policy; read when a request first names it. The name
         "native" needs none.
     results: file that gets one JSON line a tagged request; it is appended to.
+    lowest: policies under whose budget no token gets more than it must: all but the sinks travel in the lowest tier of
+        their profile, on every pool. No configuration can state such a budget: what is least depends on the pool.
     probe_pid: the process that made the plan; only servers that it starts itself take part, so that a variable left in
         an environment never puts a serving server into loopback mode.
     """
@@ -46,6 +49,7 @@ class LoopbackPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     base: str
     policies: str
     results: str
+    lowest: tuple[str, ...] = ()
     probe_pid: int = msgspec.field(default_factory=os.getpid)
 
 
@@ -132,7 +136,8 @@ def load_policy(plan: LoopbackPlan, name: str) -> SpectrumKVConfig:
     path = Path(plan.policies) / f"{name}.yaml"
     if _POLICY_NAME.fullmatch(name) is None or not path.is_file():  # a name is no path out of the folder
         raise LoopbackError(f"unknown policy {name!r}: {plan.policies} has no {path.name}")
-    return load_config(path, environ={})
+    config = load_config(path, environ={})
+    return config.with_policy(config.profile, _NO_BUDGET) if name in plan.lowest else config
 
 
 def read_tag(custom_params: Any) -> RequestTag | None:

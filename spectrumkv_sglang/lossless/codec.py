@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from enum import Enum
@@ -10,7 +10,10 @@ from enum import Enum
 import torch
 
 from spectrumkv_sglang.errors import SpectrumKVError
+from spectrumkv_sglang.observability.once import log_once
 from spectrumkv_sglang.payload.errors import PayloadError
+
+logger = logging.getLogger(__name__)
 
 
 class CodecName(str, Enum):
@@ -71,19 +74,25 @@ def make_codec(name: CodecName, element_bytes: int = 1) -> LosslessCodec | None:
     """
     if name is CodecName.none:
         return None
-    if importlib.util.find_spec(_MODULES[name]) is None:
+    try:
+        return _MAKERS[name](element_bytes)
+    except ImportError as error:
         raise SpectrumKVError(
-            f"codec: {name.value} needs the Python package {_MODULES[name]}: pip install 'spectrumkv-sglang[codec]', "
-            "or set codec: none"
-        )
-    return _MAKERS[name](element_bytes)
+            f"codec: {name.value} needs the Python package {_MODULES[name]} ({error}): "
+            "pip install 'spectrumkv-sglang[codec]', or set codec: none"
+        ) from error
 
 
 def installed_codecs() -> dict[str, LosslessCodec]:
-    """Every codec whose package is installed, by name: what a decode rank can bring back."""
+    """Every codec whose package can be imported, by name: what a decode rank can bring back."""
     found = {}
     for name in _MAKERS:
-        if importlib.util.find_spec(_MODULES[name]) is not None and (codec := make_codec(name)) is not None:
+        try:
+            codec = make_codec(name)
+        except SpectrumKVError as error:
+            log_once(logger, logging.INFO, f"no-codec-{name.value}", f"payloads of this codec are refused: {error}")
+            continue
+        if codec is not None:
             found[name.value] = codec
     return found
 

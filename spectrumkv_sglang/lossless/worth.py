@@ -20,6 +20,8 @@ from spectrumkv_sglang.observability.reasons import CodecOutcome
 
 SAMPLE_PIECES = 4
 SAMPLE_PIECE_BYTES = 64 * 1024
+ELEMENT_BYTES = 4
+"""Pieces begin at a multiple of it: between two bytes of an element they would look like another payload."""
 JUDGED_BETWEEN_SAMPLES = 64
 """Payloads of one kind for which a sample holds."""
 MOST_RATIO = 0.98
@@ -115,6 +117,7 @@ def measure(codec: LosslessCodec, payload: torch.Tensor) -> Estimate:
     else:  # pieces that overlap would look alike
         last = payload.numel() - SAMPLE_PIECE_BYTES
         starts = [last * place // (SAMPLE_PIECES - 1) for place in range(SAMPLE_PIECES)]
+        starts = [start - start % ELEMENT_BYTES for start in starts]
         sample = torch.cat([payload[start : start + SAMPLE_PIECE_BYTES] for start in starts])
     out = torch.empty(sample.numel() + sample.numel() // 64 + 4096, dtype=torch.uint8, device=payload.device)
     started = time.perf_counter()

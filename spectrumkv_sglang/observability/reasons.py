@@ -145,6 +145,7 @@ class CodecOutcome(str, Enum):
     NO_GAIN = "no_gain"
     PEER_LACKS_CODEC = "peer_lacks_codec"
     WRONG_MEMORY = "wrong_memory"
+    FAILED = "failed"
 
     @property
     def meaning(self) -> str:
@@ -208,6 +209,7 @@ _CODEC_MEANING: dict[CodecOutcome, str] = {
     CodecOutcome.NO_GAIN: "next to nothing to take off, as from all quantised codes",
     CodecOutcome.PEER_LACKS_CODEC: "decode cannot bring payloads of this codec back: install its package there",
     CodecOutcome.WRONG_MEMORY: "slots lie in device memory (RDMA), where this codec does not work",
+    CodecOutcome.FAILED: "the codec failed and the payload travels as it is: please report the log's traceback",
 }
 
 _REASON_MEANING: dict[Reason, str] = {

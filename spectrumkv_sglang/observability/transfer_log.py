@@ -34,6 +34,7 @@ class ChunkRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     native_bytes: size of the chunk's KV in the pool. wire_bytes: bytes sent for it, control messages included.
     achieved_b: wire_bytes / native_bytes. writes: Mooncake writes. *_seconds: transfer is start to end; pack, write
     and wait are sums over the sub-chunks, which overlap, so they may add up to more. last_chunk: the room's last chunk.
+    codec_saved_bytes: that a lossless codec took off; wire_bytes is what is left.
     candidate, decision: what the controller chose for the room, and why; empty and None where it did not.
     """
 
@@ -54,6 +55,7 @@ class ChunkRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     write_seconds: float = 0.0
     wait_seconds: float = 0.0
     last_chunk: bool = False
+    codec_saved_bytes: int = 0
     candidate: str = ""
     decision: DecisionReason | None = None
 

@@ -38,6 +38,7 @@ from spectrumkv_sglang.loopback.plan import (
     write_plan,
 )
 from spectrumkv_sglang.probe.errors import ProbeError
+from spectrumkv_sglang.probe.policies import LOWEST
 from spectrumkv_sglang.sglang_compat import LOOPBACK_VARIABLE
 
 _SAMPLE_SECONDS = 0.2
@@ -90,7 +91,7 @@ class ProbeEngine:
         base_path = self._folder / "base.yaml"
         base_path.write_text(yaml.safe_dump(base), encoding="utf-8")
         plan_path = self._folder / "plan.json"
-        write_plan(LoopbackPlan(str(base_path), str(self.policies), str(self._results)), plan_path)
+        write_plan(LoopbackPlan(str(base_path), str(self.policies), str(self._results), LOWEST), plan_path)
         env = {LOOPBACK_VARIABLE: str(plan_path)}
         if device is Device.CPU:
             env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(os.cpu_count() or 1)

@@ -7,7 +7,6 @@ tier's keys and values apart; all but the sinks, which servers never send in ano
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -28,6 +27,8 @@ MID = "mid"
 LOW = "low"
 LOW_KEYS = "low_keys"
 LOW_VALUES = "low_values"
+LOWEST = (MID, LOW, LOW_KEYS, LOW_VALUES)
+"""Policies that put all but the sinks into the tier that they judge, see `LoopbackPlan.lowest`."""
 
 Part = Literal["both", "keys", "values"]
 _SCORER_FIELDS = ("scorer", "scorer_window", "scorer_stride_samples", "seed")
@@ -74,14 +75,6 @@ def probe_budget(config: SpectrumKVConfig, geometry: KVGeometry) -> float:
     return min(config.budget, max((lowest + above) / 2, config.reachable_budget * 1.02))
 
 
-def least_budget(profile: Profile) -> float:
-    """The smallest budget that a configuration of ``profile`` may state: tokens that have to be in no higher tier
-    travel in its lowest then."""
-    geometry = profile.nominal_geometry()
-    least = float(bytes_per_row(geometry, profile.table(geometry)).min()) / geometry.native_bytes_per_token
-    return math.ceil(least * 1e6) / 1e6
-
-
 def write_policies(config: SpectrumKVConfig, geometry: KVGeometry, folder: Path) -> tuple[str, ...]:
     """Write one configuration file a policy into ``folder``; returns the policies' names, as the loopback server knows
     them. Policies for tiers that the profile does not define, or that are not allowed, are left out."""
@@ -103,8 +96,7 @@ def write_policies(config: SpectrumKVConfig, geometry: KVGeometry, folder: Path)
             _write(folder / f"{name}-profile.yaml", derived.model_dump(mode="json", exclude_none=True))
             fields = {key: value for key, value in base_fields(config).items() if key in _SCORER_FIELDS}
             fields |= {"sink_tokens": config.sink_tokens, "recent_tokens": 0, "min_tokens": 0}
-            fields |= {"profile": f"./{name}-profile.yaml", "budget": least_budget(derived)}
-            _write(folder / f"{name}.yaml", fields)
+            _write(folder / f"{name}.yaml", {**fields, "profile": f"./{name}-profile.yaml"})
             written.append(name)
     return tuple(written)
 

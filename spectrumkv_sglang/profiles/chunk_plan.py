@@ -138,8 +138,9 @@ def budget_of_upgrades(
     usable_tiers: Iterable[Tier],
     message_bytes_per_subchunk: int,
 ) -> float:
-    """The budget under which `plan_chunk` makes ``upgrades`` upgrades of a chunk whose tokens are equally important, or
-    a few more where those take no more bytes.
+    """The budget under which `plan_chunk` makes about ``upgrades`` upgrades of a chunk whose tokens are equally
+    important: up to 1/1024 of all steps fewer, where its search stops, and more where those take no more bytes, which
+    on a chunk of few blocks of scales may be some percent.
 
     Bytes do not grow with every upgrade: scales by channel are of whole blocks of rows, and one block less is needed
     where those of both tiers happen to be full. The budget has room for it, so that what is planned does not hang on

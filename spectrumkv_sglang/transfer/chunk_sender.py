@@ -200,6 +200,7 @@ class ChunkSender:
         flight.writing.append(Writing(packing.job, packing.staging, packing.remote, packed.checksum, stored, write))
         stats.writes += 1
         stats.wire_bytes += stored.length
+        stats.saved_bytes += packing.job.piece.subchunk.payload_bytes - stored.length
 
     def _stored(self, task: ChunkTask, packing: Packing) -> Stored:
         """How the packed payload is to be written: as it is, or compressed in its slot."""

@@ -50,6 +50,7 @@ class ChunkStats:
 
     Attributes:
         wire_bytes: payloads and control messages.
+        saved_bytes: that a lossless codec took off the payloads.
         writes: Mooncake writes.
         pack_seconds: the device at work on packing.
         write_seconds: writes under way, until this thread noticed their end.
@@ -58,6 +59,7 @@ class ChunkStats:
     """
 
     wire_bytes: int = 0
+    saved_bytes: int = 0
     writes: int = 0
     pack_seconds: float = 0.0
     write_seconds: float = 0.0

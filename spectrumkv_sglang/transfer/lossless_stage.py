@@ -63,15 +63,15 @@ class Compressing:
             peer_codecs: those that its handshake names.
         """
         payload = self._memory.view(slot, length)
-        outcome = self._why_not(payload, kind, session, peer_codecs)
         left: int | None = None
-        if outcome is None:
-            started = time.perf_counter()
-            left = self._codec.compress(payload, payload)
-            seconds = time.perf_counter() - started
-            self._worth.compressed(kind, length, length if left is None else left, seconds)
-            outcome = CodecOutcome.NO_GAIN if left is None else CodecOutcome.COMPRESSED
-            self._metrics.codec_seconds(seconds)
+        try:
+            outcome = self._why_not(payload, kind, session, peer_codecs)
+            if outcome is None:
+                left = self._compressed(payload, kind)
+                outcome = CodecOutcome.NO_GAIN if left is None else CodecOutcome.COMPRESSED
+        except Exception:  # no codec touches the slot before it has the whole result
+            logger.exception("codec %s failed", self._codec.name.value)
+            outcome = CodecOutcome.FAILED
         if outcome is not CodecOutcome.COMPRESSED:
             name = self._codec.name.value
             log_once(
@@ -82,6 +82,14 @@ class Compressing:
             )
         self._metrics.codec(outcome, length, length if left is None else left)
         return Stored(length) if left is None else Stored(left, self._codec.name.value)
+
+    def _compressed(self, payload: torch.Tensor, kind: int) -> int | None:
+        started = time.perf_counter()
+        left = self._codec.compress(payload, payload)
+        seconds = time.perf_counter() - started
+        self._worth.compressed(kind, payload.numel(), payload.numel() if left is None else left, seconds)
+        self._metrics.codec_seconds(seconds)
+        return left
 
     def _why_not(
         self, payload: torch.Tensor, kind: int, session: str, peer_codecs: Sequence[str]

@@ -146,7 +146,8 @@ class PrefillRank:
             if isinstance(self.scorer, AttentionScorer) and observed:
                 self.scores = SlotScores(view.pool_slots, view.device)
             self._planners = {(0, view.geometry.kv_heads): ChunkPlanner(view, config, self.scorer, self.scores)}
-            warm_up(view, policies)
+            self._policies = tuple(policies)
+            warm_up(view, self._policies)
 
     def send(
         self, chunk: OutgoingChunk, send_natively: Callable[[], NativeResult], native_only: Reason | None = None
@@ -279,12 +280,14 @@ class PrefillRank:
             write_seconds=stats.write_seconds,
             wait_seconds=stats.wait_seconds,
             last_chunk=chunk.last_chunk,
+            codec_saved_bytes=stats.saved_bytes,
         )
 
     def _planner_of(self, view: PoolView) -> ChunkPlanner:
         key = (view.first_head, view.geometry.kv_heads)
         planner = self._planners.get(key)
         if planner is None:
+            warm_up(view, self._policies)  # before decode lends slots for it
             planner = self._planners.setdefault(key, ChunkPlanner(view, self._config, self.scorer, self.scores))
         return planner
 
@@ -507,6 +510,8 @@ class PrefillRank:
         key = (chunk.room, chunk.session)
         before = self._sent.pop(key, BytesSent())
         if not chunk.last_chunk:
-            self._sent[key] = BytesSent(before.native + record.native_bytes, before.wire + record.wire_bytes)
+            # What a codec took off shortens the transfer; it does not raise the budget of the chunks that follow.
+            packed = record.wire_bytes + record.codec_saved_bytes
+            self._sent[key] = BytesSent(before.native + record.native_bytes, before.wire + packed)
             while len(self._sent) > _MOST_ROOMS:  # rooms that were aborted never send a last chunk
                 self._sent.popitem(last=False)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from spectrumkv_sglang.observability.reasons import FailureCause
-from spectrumkv_sglang.payload.codec import read_prologue, unpack_if_intact
+from spectrumkv_sglang.payload.codec import read_prologue, unpack_if_intact, why_not_kernels
 from spectrumkv_sglang.payload.errors import PayloadError
 from spectrumkv_sglang.payload.layout import plan_layout
 from spectrumkv_sglang.payload.precision_table import PrecisionTable
@@ -67,6 +67,7 @@ def unpack_commit(
     except PayloadError as error:
         raise ChunkFailedError(FailureCause.BAD_MESSAGE, str(error)) from error
     payload = restoring.payload(commit)
+    why_not_kernels(view.buffers, job.table)  # may compile for seconds: not while the room is locked
     announced = Prologue(
         room=job.room,
         generation=commit.generation,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 import zstandard
@@ -9,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spectrumkv_sglang.errors import SpectrumKVError
-from spectrumkv_sglang.lossless import codec as codecs
 from spectrumkv_sglang.lossless.codec import CodecName, LosslessCodec, installed_codecs, make_codec
 from spectrumkv_sglang.payload.errors import PayloadError
 
@@ -105,7 +106,8 @@ def test_a_zstd_frame_that_claims_more_is_refused_before_anything_is_allocated()
 def test_a_codec_without_its_package_is_named_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
     assert make_codec(CodecName.none) is None
     assert "zstd" in installed_codecs()
-    monkeypatch.setattr(codecs.importlib.util, "find_spec", lambda module: None)
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    monkeypatch.delitem(sys.modules, "spectrumkv_sglang.lossless.zstd", raising=False)
     assert installed_codecs() == {}
-    with pytest.raises(SpectrumKVError, match=r"zstd needs the Python package zstandard: pip install .*\[codec\]"):
+    with pytest.raises(SpectrumKVError, match=r"zstd needs the Python package zstandard .*: pip install .*\[codec\]"):
         make_codec(CodecName.zstd)

@@ -98,6 +98,18 @@ def test_payloads_of_any_size_can_be_sampled(size: int) -> None:
     assert estimate.decompress > 0
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("extra", [0, 256, 512])
+def test_a_sample_says_what_the_whole_payload_comes_to(dtype: torch.dtype, extra: int) -> None:
+    rows = torch.randn((1 << 22) // dtype.itemsize, generator=torch.Generator().manual_seed(2)).to(dtype)
+    payload = torch.cat((rows.view(torch.uint8), torch.zeros(extra, dtype=torch.uint8)))
+    codec = make_codec(CodecName.zstd, dtype.itemsize)
+    assert codec is not None
+    left = codec.compress(payload, torch.empty_like(payload))
+    assert left is not None
+    assert measure(codec, payload).ratio == pytest.approx(left / payload.numel(), abs=0.05)
+
+
 def test_links_by_peer_age_and_forget() -> None:
     now = 100.0
     links = PeerLinks(lambda: now)

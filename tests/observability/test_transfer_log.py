@@ -36,6 +36,7 @@ def record(room: int = 1, **changes: object) -> ChunkRecord:
         "write_seconds": 0.2,
         "wait_seconds": 0.05,
         "last_chunk": True,
+        "codec_saved_bytes": 0,
         "candidate": "balanced@0.3",
         "decision": DecisionReason.ENVELOPE,
     }
@@ -65,6 +66,7 @@ def test_a_line_has_the_documented_fields(tmp_path: FilePath) -> None:
         "write_seconds": 0.2,
         "wait_seconds": 0.05,
         "last_chunk": True,
+        "codec_saved_bytes": 0,
         "candidate": "balanced@0.3",
         "decision": "envelope",
     }

@@ -7,9 +7,10 @@ import pytest
 
 from spectrumkv_sglang.config import load_config
 from spectrumkv_sglang.kernels.precision import Precision
+from spectrumkv_sglang.loopback.plan import LoopbackPlan, load_policy
 from spectrumkv_sglang.payload.geometry import KVGeometry
 from spectrumkv_sglang.payload.layout import bytes_per_row
-from spectrumkv_sglang.probe.policies import one_tier_profile, probe_budget, write_policies
+from spectrumkv_sglang.probe.policies import LOWEST, one_tier_profile, probe_budget, write_policies
 from spectrumkv_sglang.profiles.chunk_plan import plan_chunk, protected_rows
 from spectrumkv_sglang.profiles.profile import Profile, load_profile, shipped_profiles
 from spectrumkv_sglang.profiles.tier import Tier
@@ -64,26 +65,39 @@ def test_each_tier_is_judged_through_the_transforms_that_it_is_served_with(name:
         assert np.array_equal(judged.transforms, served.transforms)
 
 
-@pytest.mark.parametrize("name", ["balanced", "aggressive", "spectrum"])
-def test_all_but_the_sinks_are_judged_in_the_low_tier(tmp_path: Path, name: str) -> None:
-    """Servers never send a sink in a lower tier than high, so none is judged there."""
+@pytest.mark.parametrize("name", ["balanced", "aggressive", "spectrum", "k8v4", "near-lossless"])
+@pytest.mark.parametrize(
+    "geometry",
+    [
+        BF16,
+        KVGeometry(layers=30, kv_heads=3, head_dim=64, v_head_dim=64, page_size=1, dtype="float32"),
+        KVGeometry(layers=18, kv_heads=1, head_dim=256, v_head_dim=256, page_size=1, dtype="bfloat16"),
+        KVGeometry(layers=80, kv_heads=8, head_dim=128, v_head_dim=128, page_size=1, dtype="bfloat16"),
+    ],
+    ids=["heads of 64", "float32", "heads of 256", "80 layers"],
+)
+def test_all_but_the_sinks_are_judged_in_their_tier_on_every_pool(
+    tmp_path: Path, name: str, geometry: KVGeometry
+) -> None:
+    """Servers never send a sink in a lower tier than high; of the others those that matter most must not be spared."""
     config = load_config(None, {"SPECTRUMKV_PROFILE": name})
-    write_policies(config, BF16, tmp_path)
-    for policy in ("mid", "low", "low_keys", "low_values"):
-        judged = load_config(tmp_path / f"{policy}.yaml", {})
+    assert set(LOWEST) <= set(write_policies(config, geometry, tmp_path))
+    plan = LoopbackPlan(base="", policies=str(tmp_path), results="", lowest=LOWEST)
+    for policy in LOWEST:
+        judged = load_policy(plan, policy)
         sinks, recent = protected_rows(0, 2048, 2048, judged.sink_tokens, judged.recent_tokens)
-        plan = plan_chunk(
-            np.linspace(0, 1, 2048, dtype=np.float32),
-            BF16,
-            judged.loaded_profile.table(BF16),
+        chunk = plan_chunk(
+            np.random.default_rng(1).pareto(1, 2048),
+            geometry,
+            judged.loaded_profile.table(geometry),
             judged.budget,
-            1 << 24,
+            1 << 28,
             sinks,
             judged.loaded_profile.tiers_defined,
             400,
             preferred=recent,
         )
-        assert np.flatnonzero(plan.tiers != Tier.LOW).tolist() == [0, 1, 2, 3]
+        assert np.flatnonzero(chunk.tiers != Tier.LOW).tolist() == [0, 1, 2, 3], policy
 
 
 @pytest.mark.parametrize("profile", ["spectrum", "k8v4", "balanced"])

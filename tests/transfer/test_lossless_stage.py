@@ -128,6 +128,42 @@ def test_a_peer_that_lacks_the_codec_gets_the_payload_itself(
     assert codec_counters(source) == {"peer_lacks_codec": outcome.record["subchunks"]}
 
 
+def test_a_codec_that_fails_leaves_the_payload_as_it_is(
+    make_rank: MakeRank, make_prefill: MakePrefill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank, source = make_rank(), make_prefill(codec=CodecName.zstd)
+    compressing = source.rank._compressing
+    assert compressing is not None
+    on_a_link_of(source, monkeypatch, SLOW)
+
+    def out_of_memory(source: object, out: object) -> int:
+        raise MemoryError
+
+    monkeypatch.setattr(compressing._codec, "compress", out_of_memory)
+    pages = source.some_pages(60)
+    room_pages = rank.open_room(1, len(pages))
+    outcome = source.send(rank, 1, pages)
+    assert (outcome.code, outcome.reason, outcome.failures) == (0, "tiered", {})
+    assert_arrived(source, pages, rank, room_pages)
+    assert outcome.record is not None
+    assert codec_counters(source) == {"failed": outcome.record["subchunks"]}
+
+
+def test_what_a_codec_takes_off_is_not_spent_on_later_chunks(
+    make_rank: MakeRank, make_prefill: MakePrefill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = make_rank(HALVES)
+    source = make_prefill(HALVES, codec=CodecName.zstd)
+    on_a_link_of(source, monkeypatch, SLOW)
+    pages = source.some_pages(100)
+    rank.open_room(1, len(pages))
+    first = source.send(rank, 1, pages[:60], last_chunk=False, room_pages=len(pages))
+    assert first.record is not None
+    assert first.record["codec_saved_bytes"] > 0
+    [sent] = source.rank._sent.values()
+    assert sent.wire == first.record["wire_bytes"] + first.record["codec_saved_bytes"] > sent.native
+
+
 def test_device_memory_is_left_alone(make_prefill: MakePrefill, monkeypatch: pytest.MonkeyPatch) -> None:
     source = make_prefill(codec=CodecName.zstd)
     compressing = source.rank._compressing
