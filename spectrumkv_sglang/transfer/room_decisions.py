@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,7 +23,7 @@ from spectrumkv_sglang.transfer.handshake import Handshake
 from spectrumkv_sglang.transfer.pool_view import PoolView
 from spectrumkv_sglang.transfer.sending_policy import SendingPolicy, ServedCandidates
 from spectrumkv_sglang.transfer.tier_agreement import forbidden_in
-from spectrumkv_sglang.tuning.bandwidth import LinkClock, WindowSink
+from spectrumkv_sglang.tuning.bandwidth import LinkClock
 from spectrumkv_sglang.tuning.controller import Controller
 from spectrumkv_sglang.tuning.decision import Ask, Counts, Decision, Measured
 from spectrumkv_sglang.tuning.frontier import NATIVE, Candidate
@@ -81,7 +81,6 @@ class RoomDecisions:
     Args:
         served: the candidates that this rank may use.
         min_tokens: shorter prompts travel packed at native precision.
-        link_sinks: told of the links' goodput beside the controller.
     """
 
     def __init__(
@@ -92,11 +91,10 @@ class RoomDecisions:
         *,
         min_tokens: int,
         metrics: TransferMetrics,
-        link_sinks: Sequence[WindowSink] = (),
     ) -> None:
         self._served, self._settings, self._metrics = served, settings, metrics
         self.controller = Controller(served.candidates, served.safe, settings, short=PACKED, min_tokens=min_tokens)
-        self.clock = LinkClock(self.controller.link_sample, *link_sinks)
+        self.clock = LinkClock(self.controller.link_sample)
         self._tables: dict[str, tuple[PrecisionTable, list[int]]] = {
             name: (policy.table(view), [int(tier) for tier in policy.usable_tiers])
             for name, policy in served.policies.items()

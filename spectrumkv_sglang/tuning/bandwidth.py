@@ -140,8 +140,8 @@ class LinkClock:
     the sender was packing, the link may have rested in it, and it says nothing.
     """
 
-    def __init__(self, *sinks: WindowSink) -> None:
-        self._sinks = sinks
+    def __init__(self, sink: WindowSink) -> None:
+        self._sink = sink
         self._windows: OrderedDict[str, _Window] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -177,8 +177,7 @@ class LinkClock:
                     now, window.active, window.under_way, window.under_way, native=window.native
                 )
         if told:
-            for sink in self._sinks:
-                sink(peer, moved, seconds, window.native)
+            self._sink(peer, moved, seconds, window.native)
 
     def failed(self, peer: str, size: float) -> None:
         """A write has failed: how much of it went over the link is not known."""
