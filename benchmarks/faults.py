@@ -12,8 +12,6 @@ A killed server is started again.
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import sys
 import threading
 import time
@@ -21,8 +19,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-import psutil
-from command_line import made
+from command_line import made, this_machine
 from fault_cases import AT_ONCE, FaultBench
 from fault_pair import SETTINGS, PairSettings
 from fault_points import DECODE_STAGES, PREFILL_STAGES
@@ -63,8 +60,7 @@ def main() -> int:
     model = options.model or fetch_model(Path("build/models"))
     rows: list[Row] = []
     table = "no case ran"
-    machine = {"cpu cores": str(os.cpu_count()), "memory GB": f"{psutil.virtual_memory().total / 1e9:.0f}"}
-    machine |= {"system": platform.platform(), "load at start": f"{os.getloadavg()[0]:.1f}"}
+    machine = this_machine()
     with stopping_on_signals(), ExitStack() as stack:
         link = stack.enter_context(linked_hosts()) if options.link_faults else None
         fleet = stack.enter_context(Fleet())

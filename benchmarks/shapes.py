@@ -14,13 +14,10 @@ own backend is tried in our place, so that the table says whose fault it is. Fla
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import sys
 from pathlib import Path
 
-import psutil
-from command_line import made
+from command_line import made, this_machine
 from shape_bench import BenchSettings, ShapeBench
 from shape_cases import Models, make_tiny_mla, shapes
 from shape_report import Row, write
@@ -56,8 +53,7 @@ def main() -> int:
     if unknown := [name for name in names if name not in known]:
         parser.error(f"no shape {', '.join(unknown)}; there are {', '.join(known)}")
     device = Device(options.device) if options.device else detect_device()
-    machine = {"cpu cores": str(os.cpu_count()), "memory GB": f"{psutil.virtual_memory().total / 1e9:.0f}"}
-    machine |= {"system": platform.platform(), "load at start": f"{os.getloadavg()[0]:.1f}", "device": device.value}
+    machine = this_machine() | {"device": device.value}
     machine |= {"sglang": installed_version(), "model": options.model.name, "flags": " ".join(options.flags)}
     settings = BenchSettings(
         models=models,

@@ -14,8 +14,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
-import platform
 import random
 import sys
 import threading
@@ -25,8 +23,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
-import psutil
-from command_line import made
+from command_line import made, this_machine
 from fault_pair import SETTINGS, FaultPair, PairSettings
 from soak_account import Account
 from soak_client import Reply, ask_pair
@@ -79,9 +76,7 @@ class SoakBench:
             timeout_seconds=options.request_timeout,
         )
         self.watch, self.quiet = Watch(self.pair), Quiet(self.pair, self.load)
-        machine = {"cpu cores": str(os.cpu_count()), "memory GB": f"{psutil.virtual_memory().total / 1e9:.0f}"}
-        machine |= {"system": platform.platform(), "load at start": f"{os.getloadavg()[0]:.1f}"}
-        machine |= {"device": settings.device.value, "sglang": installed_version()}
+        machine = this_machine() | {"device": settings.device.value, "sglang": installed_version()}
         told = {name: str(value) for name, value in vars(options).items()}
         self.soak = Soak(machine, told, self.account, self.windows.all, plain_noise=noise)
         self.soak.least_agreement = options.least_agreement

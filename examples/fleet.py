@@ -28,7 +28,7 @@ from spectrumkv_sglang.errors import SpectrumKVError
 from spectrumkv_sglang.launch.client import Completion, HttpError, generate
 from spectrumkv_sglang.launch.model import fetch_model
 from spectrumkv_sglang.launch.processes import stopping_on_signals
-from spectrumkv_sglang.launch.prompts import LONG_PROMPTS, SHORT_PROMPTS, Prompt
+from spectrumkv_sglang.launch.prompts import DEMO_PROMPTS, Prompt
 from spectrumkv_sglang.launch.servers import (
     DEFAULT_LOG_DIR,
     Fleet,
@@ -42,7 +42,6 @@ from spectrumkv_sglang.launch.servers import (
 from spectrumkv_sglang.observability import metric_specs as specs
 from spectrumkv_sglang.observability.live_metrics import LiveMetrics, fetch_metrics
 
-PROMPTS = (SHORT_PROMPTS[1], SHORT_PROMPTS[3], *LONG_PROMPTS)
 NEW_TOKENS = 32
 LOG_DIR = DEFAULT_LOG_DIR / "fleet"
 # Both tiers have at least 8 bits: no probe is needed.
@@ -117,7 +116,7 @@ class FleetDemo:
     def _expected(self) -> dict[str, Completion]:
         plain = self._start(Role.PLAIN, "plain")
         self._wait([plain])
-        expected = {one.name: generate(plain, one.text, max_new_tokens=NEW_TOKENS) for one in PROMPTS}
+        expected = {one.name: generate(plain, one.text, max_new_tokens=NEW_TOKENS) for one in DEMO_PROMPTS}
         self.fleet.stop([plain])
         return expected
 
@@ -166,7 +165,7 @@ class FleetDemo:
 
 def ask_many(router: Router, requests: int) -> list[Answered]:
     """Send so many requests with the prompts in turn."""
-    return ask_all(router, [PROMPTS[index % len(PROMPTS)] for index in range(requests)])
+    return ask_all(router, [DEMO_PROMPTS[index % len(DEMO_PROMPTS)] for index in range(requests)])
 
 
 def ask_all(router: Router, prompts: Sequence[Prompt]) -> list[Answered]:

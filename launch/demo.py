@@ -35,7 +35,7 @@ from spectrumkv_sglang.launch.netns import (
     namespaces_available,
 )
 from spectrumkv_sglang.launch.processes import stopping_on_signals
-from spectrumkv_sglang.launch.prompts import LONG_PROMPTS, SHORT_PROMPTS, Prompt
+from spectrumkv_sglang.launch.prompts import DEMO_PROMPTS, Prompt
 from spectrumkv_sglang.launch.servers import (
     DEFAULT_LOG_DIR,
     Device,
@@ -51,7 +51,6 @@ from spectrumkv_sglang.launch.servers import (
 from spectrumkv_sglang.launch.sglang_versions import DEFAULT_BUILD_DIR, installed_version
 from spectrumkv_sglang.launch.transfer_log_reader import TransferLogReader, request_transfer
 
-PROMPTS: tuple[Prompt, ...] = (SHORT_PROMPTS[1], SHORT_PROMPTS[3], *LONG_PROMPTS)
 _LOG_DIR = DEFAULT_LOG_DIR / "demo"
 _WIDTH_OF_A_FILE = 110
 
@@ -134,7 +133,7 @@ class Demo:
         first, *others = self._shown()
         pairs = [self._start_pair(first, decode)]
         self._wait_ready()
-        expected = {prompt.name: self._ask_plain(plain, prompt) for prompt in PROMPTS}
+        expected = {prompt.name: self._ask_plain(plain, prompt) for prompt in DEMO_PROMPTS}
         self.fleet.stop([plain])
         reports = self._ask_pairs(pairs, decode, expected)
         if others:
@@ -142,7 +141,7 @@ class Demo:
             pairs = [self._start_pair(shown, decode) for shown in others]
             self._wait_ready()
             reports += self._ask_pairs(pairs, decode, expected)
-        order = [prompt.name for prompt in PROMPTS]
+        order = [prompt.name for prompt in DEMO_PROMPTS]
         return sorted(reports, key=lambda report: order.index(report.prompt))
 
     def _shown(self) -> tuple[ShownProfile, ...]:
@@ -205,10 +204,10 @@ class Demo:
     ) -> list[RequestReport]:
         reports = []
         for pair in pairs:
-            for prompt in PROMPTS:
+            for prompt in DEMO_PROMPTS:
                 with self.console.status(f"{prompt.name}: {pair.profile}"):
                     reports.append(self._ask(pair, decode, prompt, expected[prompt.name]))
-            self.console.print(f"  [green]{pair.profile}[/] has answered {len(PROMPTS)} prompts")
+            self.console.print(f"  [green]{pair.profile}[/] has answered {len(DEMO_PROMPTS)} prompts")
         return reports
 
     def _ask(self, pair: ProfilePair, decode: SGLangServer, prompt: Prompt, plain: Completion) -> RequestReport:

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from spectrumkv_sglang.launch.client import HttpError, get
-from spectrumkv_sglang.launch.processes import ManagedProcess, stop_processes, stopping_on_signals
+from spectrumkv_sglang.launch.processes import PROGRESS_SECONDS, ManagedProcess, stop_processes, stopping_on_signals
 from spectrumkv_sglang.launch.server_commands import LaunchError, ServerCommand, router_command, server_command
 from spectrumkv_sglang.launch_config import LaunchConfig
 from spectrumkv_sglang.launch_flags import last_value
@@ -34,7 +34,6 @@ _GRACE_SECONDS = 30.0
 _GRACE_AFTER_FAILURE_SECONDS = 1.0
 _SHARED_MEMORY = "/dev/shm/sglang_loads_"
 _HEALTH_SECONDS = 0.5
-_PROGRESS_SECONDS = 15.0
 # One server each: a flag for both cannot be meant.
 _ROLE_FLAGS = ("--port", "--disaggregation-bootstrap-port")
 
@@ -213,7 +212,7 @@ def _wait_ready(
                 waiting.remove(member)
                 member.remember_shared_memory()
                 say(f"{member.name} is healthy after {time.monotonic() - started:.0f} s: {member.url}")
-        if waiting and time.monotonic() - told >= _PROGRESS_SECONDS:
+        if waiting and time.monotonic() - told >= PROGRESS_SECONDS:
             told = time.monotonic()
             say(f"waiting for {', '.join(member.name for member in waiting)}, {told - started:.0f} s so far")
         if waiting and time.monotonic() - started > timeout_seconds:

@@ -26,6 +26,8 @@ import psutil
 from spectrumkv_sglang.errors import SpectrumKVError
 from spectrumkv_sglang.launch.netns import NetworkNamespace
 
+PROGRESS_SECONDS = 15.0
+"""Between two words about servers that are not healthy yet."""
 LOG_TAIL_LINES = 40
 # SGLang looks for a SIGTERM every 5 seconds, to drain requests that nobody here waits for: not worth a long grace.
 GRACE_SECONDS = 1.0

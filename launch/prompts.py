@@ -87,3 +87,4 @@ LONG_PROMPTS = (
         f"{_weather_log(40)}\n\nIn short, the readings show that",
     ),
 )
+DEMO_PROMPTS = (SHORT_PROMPTS[1], SHORT_PROMPTS[3], *LONG_PROMPTS)

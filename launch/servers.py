@@ -27,7 +27,7 @@ from types import TracebackType
 
 from spectrumkv_sglang.launch.client import HttpError, get
 from spectrumkv_sglang.launch.netns import NetworkNamespace
-from spectrumkv_sglang.launch.processes import ManagedProcess, ProcessError, stop_processes
+from spectrumkv_sglang.launch.processes import PROGRESS_SECONDS, ManagedProcess, ProcessError, stop_processes
 from spectrumkv_sglang.launch.sglang_versions import (
     DECODE_RETRACTION_BACKUP_SINCE,
     DEFAULT_BUILD_DIR,
@@ -39,8 +39,6 @@ from spectrumkv_sglang.launch.sglang_versions import (
 LOOPBACK_ADDRESS = "127.0.0.1"
 DEFAULT_LOG_DIR = DEFAULT_BUILD_DIR / "logs"
 READY_TIMEOUT_SECONDS = 600.0
-PROGRESS_SECONDS = 15.0
-"""Between two words about servers that are not healthy yet."""
 CPU_SHIMS = Path(__file__).parent / "cpu_shims"
 _INFINIBAND = Path("/sys/class/infiniband")
 

@@ -24,6 +24,7 @@ from spectrumkv_sglang.payload.errors import PayloadError
 from spectrumkv_sglang.transfer.errors import ChunkFailedError
 from spectrumkv_sglang.transfer.messages import Commit
 from spectrumkv_sglang.transfer.slot_memory import Placement, SlotMemory
+from spectrumkv_sglang.tuning.bandwidth import LinkClock
 from spectrumkv_sglang.tuning.peer_links import PeerLinks
 
 logger = logging.getLogger(__name__)
@@ -47,11 +48,15 @@ class Compressing:
     Args:
         codec: the configured one.
         memory: staging slots.
-        links: goodput by session.
+
+    Attributes:
+        clock: to be told of every write, by session: what the codec is worth depends on the link.
     """
 
-    def __init__(self, codec: LosslessCodec, memory: SlotMemory, links: PeerLinks, metrics: TransferMetrics) -> None:
-        self._codec, self._memory, self._links, self._metrics = codec, memory, links, metrics
+    def __init__(self, codec: LosslessCodec, memory: SlotMemory, metrics: TransferMetrics) -> None:
+        self._codec, self._memory, self._metrics = codec, memory, metrics
+        self._links = PeerLinks()
+        self.clock = LinkClock(self._links.sample)
         self._worth = Worth(codec)
 
     def shrink(self, slot: int, length: int, kind: int, session: str, peer_codecs: Sequence[str]) -> Stored:

@@ -35,18 +35,16 @@ from spectrumkv_sglang.transfer.errors import ChunkFailedError, ControlMessageEr
 from spectrumkv_sglang.transfer.handshake import Handshake
 from spectrumkv_sglang.transfer.lossless_stage import Compressing
 from spectrumkv_sglang.transfer.mooncake_writes import MooncakeWrites
+from spectrumkv_sglang.transfer.peer_fit import Destination, PeerFit
 from spectrumkv_sglang.transfer.pool_view import PoolView
 from spectrumkv_sglang.transfer.request_identity import UNKNOWN
 from spectrumkv_sglang.transfer.room_decisions import ChunkCost, RoomDecisions
 from spectrumkv_sglang.transfer.sending_policy import SendingPolicy, ServedCandidates
-from spectrumkv_sglang.transfer.shared_heads import RankHeads, SharedHeads, shared_heads
+from spectrumkv_sglang.transfer.shared_heads import RankHeads
 from spectrumkv_sglang.transfer.slot_memory import SlotMemory
 from spectrumkv_sglang.transfer.slot_pool import SlotPool
-from spectrumkv_sglang.transfer.tier_agreement import forbidden_in
 from spectrumkv_sglang.transfer.warm_up import warm_up
-from spectrumkv_sglang.tuning.bandwidth import LinkClock
 from spectrumkv_sglang.tuning.decision import Decision
-from spectrumkv_sglang.tuning.peer_links import PeerLinks
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +112,7 @@ class PrefillRank:
         served: ServedCandidates | None = None,
         heads: RankHeads | None = None,
     ) -> None:
-        self._view, self._config, self._metrics, self._heads = view, config, metrics, heads
+        self._view, self._config, self._metrics = view, config, metrics
         self._page_size, self._page_bytes = page_size, page_bytes
         self._log = (
             TransferLog(str(config.transfer_log), on_error=metrics.transfer_log_error) if config.transfer_log else None
@@ -122,6 +120,7 @@ class PrefillRank:
         self._per_thread = threading.local()
         self._context = zmq.Context()
         self._keys = ControlKeys.of(config)
+        self._fit = PeerFit(config, self._keys, heads)
         self._sent: OrderedDict[tuple[int, str], BytesSent] = OrderedDict()
         self.scores: SlotScores | None = None
         self.scorer = config.make_scorer()
@@ -130,16 +129,15 @@ class PrefillRank:
             self._memory = SlotMemory(engine, config.staging_slots, config.slot_bytes, view.device)
             self._staging = SlotPool(config.staging_slots, config.quarantine_s)
             policies = [SendingPolicy.of(config)]
-            links = PeerLinks()
             codec = make_codec(config.codec, view.buffers.k[0].element_size())
-            self._compressing = Compressing(codec, self._memory, links, metrics) if codec is not None else None
-            sinks = [links.sample] if codec is not None else []
+            self._compressing = Compressing(codec, self._memory, metrics) if codec is not None else None
+            clock = self._compressing.clock if self._compressing is not None else None
             if served is not None:
                 self.decisions = RoomDecisions(
-                    served, config.controller, view, min_tokens=config.min_tokens, metrics=metrics, link_sinks=sinks
+                    served, config.controller, view, min_tokens=config.min_tokens, metrics=metrics
                 )
                 policies += served.policies.values()
-            clock = self.decisions.clock if self.decisions is not None else LinkClock(*sinks) if sinks else None
+                clock = self.decisions.clock  # there is no codec beside the controller
             self._writes = MooncakeWrites(engine, config.write_timeout_s, clock)
             # A profile of one tier has nothing to choose: no forward is to pay for observing its attention.
             observed = any(len(policy.usable_tiers) > 1 for policy in policies)
@@ -198,12 +196,12 @@ class PrefillRank:
         """As :meth:`send`, for a chunk that may be tiered."""
         decision: Decision | None = None
         try:
-            view, peer, decode_head = self._require_tierable(chunk)
+            destination = self._fit.require(self._view, chunk.session, chunk.peer, sliced=chunk.sliced)
             policy: SendingPolicy | None = None
             if decisions is not None:
-                decision = self._decide(decisions, chunk, peer)
+                decision = self._decide(decisions, chunk, destination.peer)
                 policy = decisions.require_tiered(decision)
-            self._account(chunk, self._send_tiered(chunk, view, peer, decode_head, policy, cost), started, decision)
+            self._account(chunk, self._send_tiered(chunk, destination, policy, cost), started, decision)
             cost.as_decided = True
             return 0, False
         except GoNativeError as reason:
@@ -227,15 +225,10 @@ class PrefillRank:
     # ---- tiered --------------------------------------------------------------------------------------------------
 
     def _send_tiered(
-        self,
-        chunk: OutgoingChunk,
-        view: PoolView,
-        peer: Handshake,
-        decode_head: int,
-        policy: SendingPolicy | None,
-        cost: ChunkCost,
+        self, chunk: OutgoingChunk, destination: Destination, policy: SendingPolicy | None, cost: ChunkCost
     ) -> ChunkRecord:
         began = time.perf_counter()
+        view, peer, decode_head = destination
         with self._device_stream(view, chunk):  # importance is the forward's, too
             planned = self._plan(chunk, view, peer, policy)
             plan = planned.plan
@@ -308,7 +301,7 @@ class PrefillRank:
             )
         except PayloadError as error:
             raise GoNativeError(Reason.PAYLOAD_TOO_LARGE, str(error)) from error
-        self._require_agreement(planned, peer)
+        self._fit.require_agreement(planned, peer)
         if planned.budget_missed and chunk.last_chunk:  # the chunks after an earlier one make up for it
             plan = planned.plan
             self._metrics.budget_unreachable()
@@ -323,84 +316,6 @@ class PrefillRank:
 
     def _first_position(self, chunk: OutgoingChunk) -> int:
         return chunk.prefix_tokens + chunk.page_start * self._page_size
-
-    def _require_tierable(self, chunk: OutgoingChunk) -> tuple[PoolView, Handshake, int]:
-        """The heads that decode takes, decode, and which of decode's heads they begin at."""
-        if not self._config.enabled:
-            raise GoNativeError(Reason.DISABLED, "switched off by enabled: false or SPECTRUMKV_ENABLED")
-        if not isinstance(self._view, PoolView):
-            raise self._view
-        if chunk.peer is None:
-            raise GoNativeError(Reason.PEER_WITHOUT_SPECTRUMKV, f"{chunk.session} registered without a handshake")
-        if isinstance(chunk.peer, ControlMessageError):
-            raise GoNativeError(Reason.PROTOCOL_VERSION, str(chunk.peer))
-        ours, peer = self._view.geometry, chunk.peer
-        if peer.kv_dtype != ours.dtype:
-            raise ChunkFailedError(
-                FailureCause.DTYPE_MISMATCH,
-                f"prefill keeps KV in {ours.dtype}, decode at {peer.control_endpoint} in {peer.kv_dtype}: start both "
-                "with the same --dtype and --kv-cache-dtype",
-            )
-        theirs = (peer.layers, peer.kv_heads, peer.head_dim, peer.v_head_dim, peer.page_size)
-        kv_heads = peer.kv_heads if chunk.sliced else ours.kv_heads
-        if theirs != (ours.layers, kv_heads, ours.head_dim, ours.v_head_dim, ours.page_size):
-            raise GoNativeError(
-                Reason.GEOMETRY_MISMATCH,
-                f"prefill has {ours}, decode (layers, kv heads, head dim, v head dim, page size) = {theirs}",
-            )
-        shared = self._require_shared_heads(chunk, peer, ours.kv_heads)
-        self._require_same_secret(peer)
-        return self._view.of_heads(shared.ours, shared.count), peer, shared.theirs
-
-    def _require_shared_heads(self, chunk: OutgoingChunk, peer: Handshake, held: int) -> SharedHeads:
-        """The heads that decode takes of this rank: all of them between equal TP sizes."""
-        if not chunk.sliced:
-            return SharedHeads(0, 0, held)
-        shared = None if self._heads is None or peer.heads is None else shared_heads(self._heads, peer.heads)
-        if shared is None:
-            raise GoNativeError(
-                Reason.TP_MISMATCH,
-                f"prefill has {self._heads or f'{held} heads of its own'}, decode at {peer.control_endpoint} "
-                f"{peer.heads or f'{peer.kv_heads} heads of its own'}: neither is a part of the other",
-            )
-        return shared
-
-    def _require_same_secret(self, peer: Handshake) -> None:
-        ours = self._keys.fingerprint if self._keys is not None else ""
-        if peer.control_key == ours:
-            return
-        if not peer.control_key:
-            held = "prefill holds a control secret, decode asks for none"
-        else:
-            held = "decode asks for a control secret, prefill holds " + ("another one" if ours else "none")
-        raise GoNativeError(
-            Reason.SECRET_MISMATCH,
-            f"{held} (decode at {peer.control_endpoint}): give both servers the same control_secret_file",
-        )
-
-    def _require_agreement(self, planned: PlannedChunk, peer: Handshake) -> None:
-        """Say which tiers are not used for decode's sake; what decode would refuse goes native without asking it."""
-        forbidden = forbidden_in(planned.table, np.unique(planned.plan.tiers).tolist(), peer.allowed_tiers)
-        if forbidden:
-            raise GoNativeError(Reason.TIER_FORBIDDEN, f"it would travel with {forbidden}")
-        if planned.table.needs_rotation and not peer.knows_rotation:
-            raise GoNativeError(
-                Reason.ROTATION_UNKNOWN,
-                f"profile {planned.profile} rotates keys back by their position, and decode at {peer.control_endpoint} "
-                "does not know the angles to rotate them again: serve the same model there, or transform keys by "
-                "`identity`",
-            )
-        if planned.reason is Reason.PEER_FORBIDS_TIER:
-            allowed = planned.policy.allowed_tiers
-            ours = ", ".join(tier.label for tier in allowed)
-            theirs = ", ".join(tier.label for tier in allowed if tier in peer.allowed_tiers)
-            log_once(
-                logger,
-                logging.WARNING,
-                "peer-forbids-tier",
-                f"prefill allows tiers {ours}, decode at {peer.control_endpoint} of these only {theirs}, so only these "
-                "are used: its log says why; probe and configure both sides alike",
-            )
 
     def _sender(self, view: PoolView) -> ChunkSender:
         sender: ChunkSender | None = getattr(self._per_thread, "sender", None)

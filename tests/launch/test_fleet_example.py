@@ -60,6 +60,6 @@ def test_answers_are_compared_token_by_token(fleet: ModuleType) -> None:
     def answer(*ids: int) -> Completion:
         return Completion("", ids, 1, 0, 1.0)
 
-    prompt = fleet.PROMPTS[0]
+    prompt = fleet.DEMO_PROMPTS[0]
     assert fleet.Answered(prompt, answer(1, 2, 4)).same_tokens({prompt.name: answer(1, 2, 3)}) == 2
     assert fleet.Answered(prompt, None, "gone").same_tokens({prompt.name: answer(1)}) == 0

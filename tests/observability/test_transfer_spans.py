@@ -121,14 +121,19 @@ def send_a_chunk(metrics: TransferMetrics, clock: Clock) -> None:
     metrics.chunk(record(time=clock.now))
 
 
-@pytest.mark.usefixtures("traced")
-def test_a_chunk_and_its_phases_stand_in_the_trace_of_the_request(exporter: InMemorySpanExporter) -> None:
+def send_a_traced_chunk() -> None:
+    """A request that ends when its one chunk has been sent."""
     clock = Clock()
     metrics, spans = metrics_of(clock)
     request = request_of()
     spans.expect(ROOM, sglang_compat.request_trace(request))
     send_a_chunk(metrics, clock)
     request.time_stats.trace_ctx.trace_req_finish()
+
+
+@pytest.mark.usefixtures("traced")
+def test_a_chunk_and_its_phases_stand_in_the_trace_of_the_request(exporter: InMemorySpanExporter) -> None:
+    send_a_traced_chunk()
 
     found = {span.name: span for span in exporter.get_finished_spans()}
     transfer = found["spectrumkv_transfer"]
@@ -227,12 +232,7 @@ def test_rooms_are_forgotten_in_the_end() -> None:
 
 @pytest.mark.usefixtures("traced")
 def test_the_example_shows_what_came_over_otlp(exporter: InMemorySpanExporter) -> None:
-    clock = Clock()
-    metrics, spans = metrics_of(clock)
-    request = request_of()
-    spans.expect(ROOM, sglang_compat.request_trace(request))
-    send_a_chunk(metrics, clock)
-    request.time_stats.trace_ctx.trace_req_finish()
+    send_a_traced_chunk()
     receiver = Receiver()
     try:
         sent: tuple[ReadableSpan, ...] = exporter.get_finished_spans()

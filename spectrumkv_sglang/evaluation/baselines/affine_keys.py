@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from spectrumkv_sglang.evaluation.baselines.base import LayerwiseBaseline
-from spectrumkv_sglang.evaluation.baselines.rounding import PARAM_BYTES, affine_groups, code_bytes
+from spectrumkv_sglang.evaluation.baselines.rounding import PARAM_BYTES, affine_groups, codes_of_tokens
 from spectrumkv_sglang.evaluation.prefix import PrefixKV
 from spectrumkv_sglang.kernels.quantisers.affine import round_zero
 from spectrumkv_sglang.kernels.quantisers.base import round_scale
@@ -52,7 +52,6 @@ class AffineKeysBaseline(LayerwiseBaseline):
     def wire_bytes(self, prefix: PrefixKV) -> int:
         """Codes, scales and zeros of tokens, means and scales of channels."""
         geometry, tokens = prefix.geometry, prefix.tokens
-        heads, dim, v_dim = geometry.kv_heads, geometry.head_dim, geometry.v_head_dim
-        layer = code_bytes(tokens * heads * dim, self.bits) + code_bytes(tokens * heads * v_dim, self.bits)
-        layer += 2 * PARAM_BYTES * heads * (2 * tokens + dim)
+        layer = codes_of_tokens(geometry, tokens, self.bits)
+        layer += 2 * PARAM_BYTES * geometry.kv_heads * (2 * tokens + geometry.head_dim)
         return geometry.layers * layer

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from spectrumkv_sglang.evaluation.baselines.base import LayerwiseBaseline
-from spectrumkv_sglang.evaluation.baselines.rounding import PARAM_BYTES, affine_groups, code_bytes, groups_of
+from spectrumkv_sglang.evaluation.baselines.rounding import PARAM_BYTES, affine_groups, codes_of_tokens, groups_of
 from spectrumkv_sglang.evaluation.errors import EvaluationError
 from spectrumkv_sglang.evaluation.prefix import PrefixKV
 from spectrumkv_sglang.kernels.transforms.derope import rotate, rotate_back
@@ -56,7 +56,6 @@ class ChannelKeysBaseline(LayerwiseBaseline):
     def wire_bytes(self, prefix: PrefixKV) -> int:
         """Codes, scales and zeros."""
         geometry, tokens = prefix.geometry, prefix.tokens
-        heads, dim, v_dim = geometry.kv_heads, geometry.head_dim, geometry.v_head_dim
-        layer = code_bytes(tokens * heads * dim, self.bits) + code_bytes(tokens * heads * v_dim, self.bits)
-        layer += 2 * PARAM_BYTES * heads * (groups_of(tokens, BLOCK) * dim + tokens)
+        layer = codes_of_tokens(geometry, tokens, self.bits)
+        layer += 2 * PARAM_BYTES * geometry.kv_heads * (groups_of(tokens, BLOCK) * geometry.head_dim + tokens)
         return geometry.layers * layer

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from spectrumkv_sglang.evaluation.baselines.base import LayerwiseBaseline
-from spectrumkv_sglang.evaluation.baselines.rounding import PARAM_BYTES, affine_groups, code_bytes, groups_of
+from spectrumkv_sglang.evaluation.baselines.rounding import PARAM_BYTES, affine_groups, codes_of_tokens, groups_of
 from spectrumkv_sglang.evaluation.prefix import PrefixKV
 
 GROUP = 32
@@ -49,9 +49,9 @@ class KiviBaseline(LayerwiseBaseline):
     def wire_bytes(self, prefix: PrefixKV) -> int:
         """Codes, scales and zeros of the rounded tokens, and the others' native bytes."""
         geometry, tokens = prefix.geometry, self.rounded_tokens(prefix.tokens)
-        heads, dim, v_dim = geometry.kv_heads, geometry.head_dim, geometry.v_head_dim
-        key_groups = tokens // GROUP * heads * dim
-        value_groups = tokens * heads * groups_of(v_dim, GROUP)
-        layer = code_bytes(tokens * heads * dim, self.bits) + code_bytes(tokens * heads * v_dim, self.bits)
+        heads = geometry.kv_heads
+        key_groups = tokens // GROUP * heads * geometry.head_dim
+        value_groups = tokens * heads * groups_of(geometry.v_head_dim, GROUP)
+        layer = codes_of_tokens(geometry, tokens, self.bits)
         layer += 2 * PARAM_BYTES * (key_groups + value_groups)
         return geometry.layers * layer + (prefix.tokens - tokens) * geometry.native_bytes_per_token

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from spectrumkv_sglang.payload.geometry import KVGeometry
+
 PARAM_BYTES = 2
 """Scales and zeros are float16."""
 
@@ -42,6 +44,12 @@ def symmetric(x: torch.Tensor, bits: int, axes: tuple[int, ...]) -> torch.Tensor
 def code_bytes(elements: int, bits: int) -> int:
     """Bytes of ``elements`` codes, packed without gaps."""
     return -(-elements * bits // 8)
+
+
+def codes_of_tokens(geometry: KVGeometry, tokens: int, bits: int) -> int:
+    """Bytes of the codes of one layer's keys and values of ``tokens`` tokens."""
+    rows = tokens * geometry.kv_heads
+    return code_bytes(rows * geometry.head_dim, bits) + code_bytes(rows * geometry.v_head_dim, bits)
 
 
 def groups_of(extent: int, group: int) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from spectrumkv_sglang.evaluation.baselines.base import LayerwiseBaseline
-from spectrumkv_sglang.evaluation.baselines.rounding import PARAM_BYTES, affine_groups, code_bytes, groups_of
+from spectrumkv_sglang.evaluation.baselines.rounding import PARAM_BYTES, affine_groups, codes_of_tokens, groups_of
 from spectrumkv_sglang.evaluation.prefix import PrefixKV
 
 
@@ -41,7 +41,6 @@ class RowGroupsBaseline(LayerwiseBaseline):
     def wire_bytes(self, prefix: PrefixKV) -> int:
         """Codes, scales and zeros."""
         geometry, rows = prefix.geometry, prefix.tokens * prefix.geometry.kv_heads
-        layer = 0
-        for dim in (geometry.head_dim, geometry.v_head_dim):
-            layer += code_bytes(rows * dim, self.bits) + 2 * PARAM_BYTES * rows * groups_of(dim, self.group)
+        groups = groups_of(geometry.head_dim, self.group) + groups_of(geometry.v_head_dim, self.group)
+        layer = codes_of_tokens(geometry, prefix.tokens, self.bits) + 2 * PARAM_BYTES * rows * groups
         return geometry.layers * layer
