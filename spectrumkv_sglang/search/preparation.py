@@ -84,7 +84,7 @@ def prepare(command: TuneCommand) -> Prepared:
     _check_options(command)
     speeds = read_speeds(command.speeds) if command.speeds is not None else None
     device_type = usable_device_type(command.device)
-    text = load_judged_text(command.text)
+    text = load_judged_text(command.text, required=True)
     files = read_model_files(command.model_path)
     layers = int(files.config.get_text_config().num_hidden_layers)
     command.space.check_layers(layers)

@@ -129,6 +129,22 @@ def test_what_cannot_be_is_refused_before_any_work(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "No such file"), (b"too short", "expected at least 2,000"), (b"\xff" * 3000, "not UTF-8 text")],
+)
+def test_a_text_that_is_none_is_refused_without_offering_to_leave_it_out(
+    run: Run, tmp_path: Path, content: bytes | None, message: str
+) -> None:
+    text = tmp_path / "mine.txt"
+    if content is not None:
+        text.write_bytes(content)
+    with pytest.raises(SpectrumKVError, match=f"--text .*{message}") as caught:
+        run(text=text)
+    assert "leave --text out" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_output_folder_that_is_a_file(run: Run, tmp_path: Path) -> None:
     (tmp_path / "out").write_text("")
     with pytest.raises(SpectrumKVError, match="a file, expected a folder"):
