@@ -139,7 +139,15 @@ class Profile(_Strict):
     layer_overrides: list[LayerOverride] = []
     head_overrides: list[HeadOverride] = []
     transform: Transforms = Transforms()
-    codec: Literal["none"] = "none"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _codec_is_no_field(cls, document: Any) -> Any:
+        if isinstance(document, dict) and "codec" in document:
+            raise ValueError(
+                "codec belongs in the launch config (codec: none or zstd), not in a profile: remove it here"
+            )
+        return document
 
     @model_validator(mode="after")
     def _tiers_are_consistent(self) -> Profile:

@@ -144,7 +144,9 @@ class ProbeRecord(_Strict):
 def profile_digest(profile: Profile) -> str:
     """``sha256:<hex>`` of what a profile does: equal for equal content under another path, name, description or
     default budget: the budget in force is recorded beside it."""
-    return _content_digest(profile.model_dump(mode="json", exclude={"name", "description", "budget"}))
+    content = profile.model_dump(mode="json", exclude={"name", "description", "budget"})
+    # Profiles once had this field, of which "none" was the one value: records of that time stay valid.
+    return _content_digest({**content, "codec": "none"})
 
 
 def _content_digest(content: Any) -> str:
