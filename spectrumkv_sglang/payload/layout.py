@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from operator import add
 from typing import NamedTuple
 
 import numpy as np
@@ -119,6 +120,39 @@ def payload_bytes(geometry: KVGeometry, table: PrecisionTable, rows_per_tier: Se
     sizes = [_padded_bytes(geometry, kind, rows_of[kind.tier]) for kind in census.kinds]
     blocks = census.kinds_per_block @ np.array(sizes, dtype=np.int64)
     return PROLOGUE_BYTES + int(_align_array(blocks, BLOCK_ALIGNMENT) @ census.block_counts)
+
+
+class PayloadSizes:
+    """`payload_bytes` for many counts of rows of one table: what a tier's rows take in each kind of block is kept.
+
+    Raises:
+        PayloadError: the table does not belong to the geometry.
+    """
+
+    def __init__(self, geometry: KVGeometry, table: PrecisionTable) -> None:
+        self._geometry, self._census = geometry, _census(geometry, table)
+        self._block_counts: list[int] = self._census.block_counts.tolist()
+        self._kept: dict[tuple[int, int], list[int]] = {}
+
+    def of(self, rows_per_tier: Sequence[int]) -> int:
+        """Length of a payload of ``rows_per_tier`` rows, counts >= 0 of all tiers of the table."""
+        blocks = [0] * len(self._block_counts)
+        for tier, rows in enumerate(rows_per_tier):
+            if rows:
+                blocks = [*map(add, blocks, self._in_blocks(tier, rows))]
+        return PROLOGUE_BYTES + sum(
+            _align(size, BLOCK_ALIGNMENT) * count for size, count in zip(blocks, self._block_counts, strict=True)
+        )
+
+    def _in_blocks(self, tier: int, rows: int) -> list[int]:
+        """Bytes of a tier's ``rows`` rows in a block of each kind."""
+        kept = self._kept.get((tier, rows))
+        if kept is None:
+            kinds = self._census.kinds
+            sizes = [_padded_bytes(self._geometry, kind, rows) if kind.tier == tier else 0 for kind in kinds]
+            kept = (self._census.kinds_per_block @ np.array(sizes, dtype=np.int64)).tolist()
+            self._kept[tier, rows] = kept
+        return kept
 
 
 def bytes_per_row(geometry: KVGeometry, table: PrecisionTable) -> npt.NDArray[np.int64]:

@@ -130,6 +130,12 @@ class UpgradeLadder:
         climbed = np.bincount(self._step_rows[:steps], minlength=len(self._forced))
         return np.where(self._forced, np.uint8(Tier.HIGH), self._hull.astype(np.uint8)[climbed])
 
+    def step(self, number: int) -> tuple[int, Tier]:
+        """The row that upgrade ``number``, counted from 0, moves, and the tier that it moves to."""
+        row = int(self._step_rows[number])
+        climbed = int(np.count_nonzero(self._step_rows[:number] == row))
+        return row, Tier(int(self._hull[climbed + 1]))
+
 
 def _descending(weights: NDArray[np.float64]) -> NDArray[np.int64]:
     """Order from the largest weight to the smallest, all >= 0; among equals the earlier row comes first.

@@ -13,7 +13,7 @@ from spectrumkv_sglang.kernels.precision import CHANNEL_BLOCK_ROWS
 from spectrumkv_sglang.payload.geometry import KVGeometry
 from spectrumkv_sglang.payload.layout import bytes_per_row, max_padding_bytes
 from spectrumkv_sglang.payload.precision_table import PrecisionTable
-from spectrumkv_sglang.payload.subchunks import SubChunk, cut_into_subchunks
+from spectrumkv_sglang.payload.subchunks import SubChunk, SubChunkCutter
 from spectrumkv_sglang.payload.tier_map import tier_map_bytes
 from spectrumkv_sglang.profiles.budget import UpgradeLadder
 from spectrumkv_sglang.profiles.distortion import tier_distortion
@@ -155,8 +155,7 @@ def budget_of_upgrades(
     )
     search = _PlanSearch(ladder, geometry, table, slot_bytes, message_bytes_per_subchunk, usable_tiers)
     native_bytes = ladder.rows * geometry.native_bytes_per_token
-    steps = range(max(0, upgrades - CHANNEL_BLOCK_ROWS), upgrades + 1)
-    return (max(search.bytes_needed(step) for step in steps) + 0.5) / native_bytes
+    return (search.bytes_needed(max(0, upgrades - CHANNEL_BLOCK_ROWS), upgrades) + 0.5) / native_bytes
 
 
 class _PlanSearch:
@@ -175,9 +174,7 @@ class _PlanSearch:
         usable_tiers: tuple[Tier, ...],
     ) -> None:
         self._ladder = ladder
-        self._geometry = geometry
-        self._table = table
-        self._slot_bytes = slot_bytes
+        self._cutter = SubChunkCutter(geometry.page_size, geometry, table, slot_bytes)
         self._message_bytes = message_bytes
         self._map_bytes = tier_map_bytes(ladder.rows)
         self._padding_bytes = max_padding_bytes(geometry, table, usable_tiers)
@@ -203,10 +200,15 @@ class _PlanSearch:
                 too_many = middle
         return steps
 
-    def bytes_needed(self, steps: int) -> int:
-        """Least allowed bytes with which the assignment after ``steps`` upgrades is taken to fit."""
-        if not self._by_bounds:
-            return self.cut(self._ladder.tiers(steps))[1]
+    def bytes_needed(self, first: int, last: int) -> int:
+        """Least allowed bytes with which each of the assignments after ``first`` to ``last`` upgrades is taken to
+        fit."""
+        if self._by_bounds:
+            return max(map(self._bound, range(first, last + 1)))
+        moves = map(self._ladder.step, range(first, last))
+        return max(map(self._wire_bytes, self._cutter.cut_after_each(self._ladder.tiers(first), moves)))
+
+    def _bound(self, steps: int) -> int:
         row_bytes = self._ladder.cost(steps)
         subchunks = row_bytes // self._full_bytes + 1
         return row_bytes + self._map_bytes + subchunks * (self._padding_bytes + self._message_bytes + 1)
@@ -217,17 +219,17 @@ class _PlanSearch:
         least = row_bytes + self._map_bytes
         if least > allowed_bytes:
             return False
-        if self._full_bytes > 0:
-            subchunks = row_bytes // self._full_bytes + 1
-            if least + subchunks * (self._padding_bytes + self._message_bytes + 1) <= allowed_bytes:
-                return True
+        if self._full_bytes > 0 and self._bound(steps) <= allowed_bytes:
+            return True
         return not self._by_bounds and self.cut(self._ladder.tiers(steps))[1] <= allowed_bytes
 
     def cut(self, tiers: TierArray) -> tuple[list[SubChunk], int]:
         """Sub-chunks of an assignment and their bytes on the wire."""
-        subchunks = cut_into_subchunks(tiers, self._geometry.page_size, self._geometry, self._table, self._slot_bytes)
-        wire_bytes = sum(
+        subchunks = self._cutter.cut(tiers)
+        return subchunks, self._wire_bytes(subchunks)
+
+    def _wire_bytes(self, subchunks: list[SubChunk]) -> int:
+        return sum(
             subchunk.payload_bytes + self._message_bytes + tier_map_bytes(sum(subchunk.rows_per_tier))
             for subchunk in subchunks
         )
-        return subchunks, wire_bytes

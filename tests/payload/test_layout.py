@@ -13,7 +13,7 @@ from spectrumkv_sglang.payload.errors import PayloadError
 from spectrumkv_sglang.payload.geometry import KVGeometry
 from spectrumkv_sglang.payload.layout import bytes_per_row, max_padding_bytes, payload_bytes, plan_layout
 from spectrumkv_sglang.payload.precision_table import PrecisionTable
-from spectrumkv_sglang.payload.subchunks import cut_into_subchunks
+from spectrumkv_sglang.payload.subchunks import SubChunkCutter, cut_into_subchunks
 
 DIMS = st.sampled_from([8, 16, 24, 40, 64, 128])
 GEOMETRIES = st.builds(
@@ -157,6 +157,31 @@ def test_subchunks_are_the_longest_that_fit(
         if next_page < pages:
             assert payload_bytes(geometry, table, counts(subchunk.page_start, subchunk.page_count + 1)) > slot_bytes
     assert next_page == pages
+
+
+@given(
+    geometry=GEOMETRIES,
+    seed=st.integers(0, 999),
+    pages=st.integers(1, 40),
+    slack=st.floats(1, 8),
+    moves=st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 2)), max_size=12),
+)
+@settings(max_examples=60, deadline=None)
+def test_cutting_on_after_a_row_moved_is_cutting_anew(
+    geometry: KVGeometry, seed: int, pages: int, slack: float, moves: list[tuple[int, int]]
+) -> None:
+    table = random_table(geometry, 3, seed)
+    page = geometry.page_size
+    tiers = np.random.default_rng(seed).integers(0, 3, pages * page).astype(np.uint8)
+    dearest = max(payload_bytes(geometry, table, [page * (tier == t) for t in range(3)]) for tier in range(3))
+    slot_bytes = int((dearest + 256 * 2 * geometry.layers * 3) * slack)
+    moves = [(row % tiers.size, tier) for row, tier in moves]
+    found = list(SubChunkCutter(page, geometry, table, slot_bytes).cut_after_each(tiers, moves))
+    expected = [cut_into_subchunks(tiers, page, geometry, table, slot_bytes)]
+    for row, tier in moves:
+        tiers[row] = tier
+        expected.append(cut_into_subchunks(tiers, page, geometry, table, slot_bytes))
+    assert found == expected
 
 
 def test_a_page_that_fits_no_slot_names_the_bytes_it_needs() -> None:

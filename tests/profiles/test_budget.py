@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spectrumkv_sglang.profiles.budget import TierAssignment, assign_tiers
+from spectrumkv_sglang.profiles.budget import TierAssignment, assign_tiers, UpgradeLadder
 from spectrumkv_sglang.profiles.tier import Tier
 
 ALL_TIERS = tuple(Tier)
@@ -126,6 +126,17 @@ def test_stops_only_where_the_next_step_does_not_fit(problem: Problem, share: fl
     best = problem.assign(problem.largest * 2)
     if result.reachable and result.cost_bytes < best.cost_bytes:
         assert budget - result.cost_bytes < problem.cost.max() - problem.cost.min()
+
+
+@given(problems())
+@settings(max_examples=60, deadline=None)
+def test_each_step_says_what_it_changes(problem: Problem) -> None:
+    ladder = UpgradeLadder(problem.importance, problem.cost, problem.distortion, problem.forced, problem.usable)
+    for number in range(ladder.steps):
+        row, tier = ladder.step(number)
+        expected = ladder.tiers(number)
+        expected[row] = tier
+        assert (ladder.tiers(number + 1) == expected).all()
 
 
 def test_two_thresholds_on_importance() -> None:

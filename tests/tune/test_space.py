@@ -19,6 +19,10 @@ from spectrumkv_sglang.transfer.chunk_planner import CHUNK_MESSAGE_BYTES, SUBCHU
 GEOMETRY = KVGeometry(6, 2, 64, 64, 1, "bfloat16")
 LONG = NominalChunk(KVGeometry(30, 8, 128, 128, 1, "bfloat16"), 4096)
 """So many bytes that a plan goes by bounds."""
+SMALL_MODEL = NominalChunk(KVGeometry(24, 2, 64, 64, 1, "bfloat16"))
+SMALL_SLOTS = NominalChunk(KVGeometry(6, 2, 64, 64, 8, "bfloat16"), 1000, slot_bytes=2**17)
+LARGE_HEADS = NominalChunk(KVGeometry(18, 1, 256, 256, 16, "bfloat16"))
+NO_TRANSFORM = ("identity", "identity")
 points = st.sampled_from(list(Space(value_scales=("row", "channel"))))
 
 
@@ -100,3 +104,35 @@ def test_the_last_digit_of_a_budget_decides_nothing(rounding: float, scales: str
         SUBCHUNK_MESSAGE_BYTES + CHUNK_MESSAGE_BYTES + len(table.to_bytes()),
     )
     assert (planned.tiers == Tier.MID).sum() == upgraded_tokens(point, SHORT) == 128
+
+
+@pytest.mark.parametrize(
+    ("chunk", "point", "budget", "wire_ratio"),
+    [
+        # Cut exactly: some sub-chunks, scales of rows, of channels, of both.
+        (
+            SMALL_MODEL,
+            Point(2, 3, "channel", "channel", *NO_TRANSFORM, 0, 0.25),
+            0.1885354071855545,
+            0.18804712096850076,
+        ),
+        (SMALL_MODEL, Point(4, 3, "row", "channel", *NO_TRANSFORM, 2, 0.75), 0.3275328030188878, 0.3275124529997508),
+        (SMALL_MODEL, Point(6, 5, "row", "channel", *NO_TRANSFORM, 2, 0.5), 0.42847367624441784, 0.4284736712773641),
+        # Small slots, pages of 8 tokens, the last one not full.
+        (SMALL_SLOTS, Point(3, 3, "row", "row", *NO_TRANSFORM, 1, 0.5), 0.34935139973958335, 0.34935123697916665),
+        (SMALL_SLOTS, Point(6, 8, "channel", "row", *NO_TRANSFORM, 2, 0.75), 0.53054541015625, 0.5305452473958333),
+        # By bounds.
+        (
+            LARGE_HEADS,
+            Point(8, 6, "channel", "channel", *NO_TRANSFORM, 0, 0.75),
+            0.5030239588684506,
+            0.5008342862129211,
+        ),
+    ],
+)
+def test_budgets_are_to_the_last_digit_what_cutting_every_assignment_gave(
+    chunk: NominalChunk, point: Point, budget: float, wire_ratio: float
+) -> None:
+    """Figures of the search as it was when it cut each of its assignments on its own."""
+    cost = wire_cost(point, chunk)
+    assert (cost.budget, cost.wire_ratio) == (budget, wire_ratio)
