@@ -149,29 +149,29 @@ def _serve(sender: Any, number: int, payloads: Sequence[Payload], device: str, r
 
 
 def _row(nvcomp: Any, codec: GpuCodec, payload: Payload, reuse: bool) -> GpuRow:
+    """All on the default stream, and every array that nvCOMP was shown is alive until the GPU is done with it."""
     data = torch.frombuffer(bytearray(payload.data), dtype=torch.uint8).cuda()
+    elements = data.view(VIEWS[codec.data_type or "|u1"])
     torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
     options = dict(codec.options)
     if codec.data_type is not None:
         options["data_type"] = codec.data_type
     if codec.policy is not None:
         options["execution_policy"] = getattr(nvcomp.ExecutionPolicy, codec.policy)
-    with torch.cuda.stream(stream):
-        own = nvcomp.Codec(algorithm=codec.algorithm, cuda_stream=stream.cuda_stream, **options)
-        source = nvcomp.as_array(data.view(VIEWS[codec.data_type or "|u1"]), cuda_stream=stream.cuda_stream)
-        packed = own.encode(source)
-        torch.cuda.synchronize()
-        packed_bytes = int(packed.buffer_size)
-        restored = torch.utils.dlpack.from_dlpack(own.decode(packed, data_type="|u1"))
-        torch.cuda.synchronize()
-        if not torch.equal(restored.view(torch.uint8).flatten(), data):
-            raise ValueError("what it decompressed is not what it compressed")
-        compress, reused = _seconds(_compressions(own, source), stream, codec.name, reuse)
-        out = torch.zeros_like(data)
-        decompress, reused_out = _seconds(_decompressions(own, packed, out), stream, codec.name, reuse)
-        if reused_out and not torch.equal(out, data):
-            raise ValueError("what it decompressed into a buffer that was there is not what it compressed")
+    own = nvcomp.Codec(algorithm=codec.algorithm, **options)
+    source = nvcomp.as_array(elements)
+    packed = own.encode(source)
+    torch.cuda.synchronize()
+    packed_bytes = int(packed.buffer_size)
+    decoded = own.decode(packed, data_type="|u1")
+    torch.cuda.synchronize()
+    if not torch.equal(torch.utils.dlpack.from_dlpack(decoded).view(torch.uint8).flatten(), data):
+        raise ValueError("what it decompressed is not what it compressed")
+    compress, reused = _seconds(_compressions(nvcomp, own, source), codec.name, reuse)
+    out = torch.zeros_like(data)
+    decompress, reused_out = _seconds(_decompressions(nvcomp, own, packed, out), codec.name, reuse)
+    if reused_out and not torch.equal(out, data):
+        raise ValueError("what it decompressed into a buffer that was there is not what it compressed")
     outcome = Outcome(len(data), packed_bytes, compress, decompress)
     return GpuRow(payload.name, codec.name, outcome, reused_buffers=reused and reused_out)
 
@@ -184,43 +184,45 @@ class _Timed:
     plain: Callable[[], object]
 
 
-def _compressions(own: Any, source: Any) -> _Timed:
+def _compressions(nvcomp: Any, own: Any, source: Any) -> _Timed:
     def prepared() -> Callable[[], object]:
         configuration = own.compression_config(source.buffer_size)
-        out = torch.empty(own.get_max_comp_buffer_size(source), dtype=torch.uint8, device="cuda")
-        return lambda: own.encode(source, out=out, compression_config=configuration)
+        buffer = torch.empty(own.get_max_comp_buffer_size(source), dtype=torch.uint8, device="cuda")
+        out = nvcomp.as_array(buffer)
+        return lambda: (buffer, own.encode(source, out=out, compression_config=configuration))
 
     return _Timed(prepared, lambda: own.encode(source))
 
 
-def _decompressions(own: Any, packed: Any, out: torch.Tensor) -> _Timed:
+def _decompressions(nvcomp: Any, own: Any, packed: Any, buffer: torch.Tensor) -> _Timed:
     def prepared() -> Callable[[], object]:
         configuration = own.decompression_config(packed)  # waits for the header, as decode's first call would
+        out = nvcomp.as_array(buffer)
         return lambda: own.decode(packed, out=out, decompression_config=configuration)
 
     return _Timed(prepared, lambda: own.decode(packed))
 
 
-def _seconds(timed: _Timed, stream: torch.cuda.Stream, name: str, reuse: bool) -> tuple[float, bool]:
+def _seconds(timed: _Timed, name: str, reuse: bool) -> tuple[float, bool]:
     """Median of the GPU's time from call to end, and whether the buffers that were made before were used."""
     if not reuse:
-        return _median(timed.plain, stream), False
+        return _median(timed.plain), False
     try:
-        return _median(timed.prepared(), stream), True
+        return _median(timed.prepared()), True
     except FAILURES as error:
         print(f"{name}: into its own buffers instead: {type(error).__name__}: {error}", file=sys.stderr)
-        return _median(timed.plain, stream), False
+        return _median(timed.plain), False
 
 
-def _median(work: Callable[[], object], stream: torch.cuda.Stream) -> float:
+def _median(work: Callable[[], object]) -> float:
     taken = []
     for _ in range(WARM_UP + RUNS):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        stream.synchronize()
-        start.record(stream)
-        kept = work()  # held until the end is recorded: freeing its memory is not part of it
-        end.record(stream)
-        end.synchronize()
+        torch.cuda.synchronize()
+        start.record()
+        kept = work()  # held until the GPU is done: freeing its memory is not part of it
+        end.record()
+        torch.cuda.synchronize()
         del kept
         taken.append(start.elapsed_time(end) / 1e3)
     return statistics.median(taken[WARM_UP:])

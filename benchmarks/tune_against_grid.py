@@ -1,13 +1,15 @@
 """How many evaluations `spectrumkv tune` needs against an exhaustive grid, beside random search and optuna's GPSampler.
 
     python benchmarks/tune_against_grid.py grid --model-path DIR --text FILE --out GRID.json [--full] [--device cuda]
+    python benchmarks/tune_against_grid.py speeds --model-path DIR --text FILE --out SPEEDS.json [--full]
     python benchmarks/tune_against_grid.py compare GRID.json [--seeds 5] [--json FILE]
 
 ``grid`` judges every point of a space of profiles on some texts (`tune_grid`) and keeps each KL. Run it again to go on
 where it was stopped; ``--part 1/4`` to ``4/4`` beside each other share the work, and the same without ``--part``
-afterwards writes the grid. ``compare`` lets searches look their evaluations up there: the hypervolume that they come
-to, over the grid's own, in the smallest box with all of the grid's points in it (logarithm of KL, b, logarithm of the
-time), and the evaluations until 98 %.
+afterwards writes the grid. With ``--judged`` that takes what was judged as it is, needs no model, and takes the speeds
+that ``speeds`` measured with the same options. ``compare`` lets searches look their evaluations up there: the
+hypervolume that they come to, over the grid's own, in the smallest box with all of the grid's points in it (logarithm
+of KL, b, logarithm of the time), and the evaluations until 98 %.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tune_grid_run import make_grid
+from tune_grid_run import make_grid, save_speeds
 from tune_methods import METHODS, Table, read_table
 
 from spectrumkv_sglang.search.space import Space, space_from
@@ -133,23 +135,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
     grid = commands.add_parser("grid")
-    grid.add_argument("--model-path", required=True)
-    grid.add_argument("--text", required=True)
-    grid.add_argument("--out", required=True, type=Path)
-    grid.add_argument("--full", action="store_true", help="all 5,052 points that spectrumkv tune searches by default")
-    for axis in AXES:
-        grid.add_argument(f"--{axis.replace('_', '-')}", help="choices, with commas, as spectrumkv tune takes them")
-    grid.add_argument("--texts", type=int, default=1)
-    grid.add_argument("--prefix-tokens", type=int, default=256)
-    grid.add_argument("--continuation-tokens", type=int, default=32)
-    grid.add_argument("--device", default="cpu", help="to judge, and to measure speeds, on")
-    grid.add_argument("--dtype", default="float32", help="that the model computes in")
+    alone = commands.add_parser("speeds")
+    for command in (grid, alone):
+        command.add_argument("--model-path", required=True)
+        command.add_argument("--text", required=True)
+        command.add_argument("--out", required=True, type=Path)
+        command.add_argument("--full", action="store_true", help="all 5,052 points that spectrumkv tune searches")
+        for axis in AXES:
+            command.add_argument(
+                f"--{axis.replace('_', '-')}", help="choices, with commas, as spectrumkv tune takes them"
+            )
+        command.add_argument("--texts", type=int, default=1)
+        command.add_argument("--prefix-tokens", type=int, default=256)
+        command.add_argument("--continuation-tokens", type=int, default=32)
+        command.add_argument("--device", default="cpu", help="to judge, and to measure speeds, on")
+        command.add_argument("--dtype", default="float32", help="that the model computes in")
+        command.add_argument("--speed-tokens", type=int, default=1024)
     grid.add_argument("--at-once", type=int, default=8, help="points in one forward")
     grid.add_argument("--kept-gib", type=int, default=1, help="memory for KV that many points have in common")
     grid.add_argument("--part", type=_part, metavar="I/N", help="judge a part alone, for a run beside others")
-    grid.add_argument("--speed-tokens", type=int, default=1024)
-    grid.add_argument("--speeds", help="measured already, a file of spectrumkv tune --save-speeds")
+    grid.add_argument("--speeds", help="measured already, a file of speeds or of spectrumkv tune --save-speeds")
+    grid.add_argument(
+        "--judged", action="store_true", help="only write the grid, all of which was judged; with --speeds"
+    )
     grid.set_defaults(run=lambda arguments: make_grid(arguments, _space(arguments)))
+    alone.set_defaults(run=lambda arguments: save_speeds(arguments, _space(arguments)))
     against = commands.add_parser("compare")
     against.add_argument("grid", type=Path)
     against.add_argument("--seeds", type=int, default=5)
@@ -159,6 +169,8 @@ def main() -> None:
     against.add_argument("--json", type=Path)
     against.set_defaults(run=compare)
     arguments = parser.parse_args()
+    if getattr(arguments, "judged", False) and not arguments.speeds:
+        parser.error("--judged needs --speeds: nothing is measured")
     arguments.run(arguments)
 
 

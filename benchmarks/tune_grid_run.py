@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 from tune_grid import GridJudge
 
-from spectrumkv_sglang.payload.geometry import KVGeometry
 from spectrumkv_sglang.search.codec_speeds import CodecSpeeds, cells_of, measure_speeds, read_speeds
 from spectrumkv_sglang.search.judge import Judge
 from spectrumkv_sglang.search.space import Point, Space
@@ -39,6 +38,11 @@ def make_grid(arguments: argparse.Namespace, space: Space) -> None:
     out: Path = arguments.out
     settings = _settings(arguments)
     done, seconds = read_judged(out, settings)
+    if arguments.judged:
+        if left := sum((point.name, text) not in done for point in points for text in range(arguments.texts)):
+            raise SystemExit(f"{left:,} of {len(points) * arguments.texts:,} are not judged yet: leave --judged out")
+        _write(out, settings, space, seconds, None, read_speeds(Path(arguments.speeds)), done)
+        return
     model, windows = judge_model(arguments)
     number, parts = arguments.part or (1, 1)
     own = part_of(points, number, parts)
@@ -48,19 +52,40 @@ def make_grid(arguments: argparse.Namespace, space: Space) -> None:
         print(f"part {number} of {parts} is judged: {path}", flush=True)
         return
     largest = against_harness(model, windows, arguments.prefix_tokens, points, done)
-    geometry, speeds = speeds_of(arguments, model, windows[0], points)
+    speeds = read_speeds(Path(arguments.speeds)) if arguments.speeds else measured(arguments, model, windows[0], points)
+    _write(out, settings, space, seconds, largest, speeds, done)
+    print(f"{largest:.2g} at most from the harness, of {CHECKED} points", flush=True)
+
+
+def save_speeds(arguments: argparse.Namespace, space: Space) -> None:
+    """Measure the speeds of a space alone, for a grid whose parts are judged meanwhile."""
+    model, windows = judge_model(arguments)
+    speeds = measured(arguments, model, windows[0], list(space))
+    arguments.out.write_text(speeds.encode().decode() + "\n")
+
+
+def _write(
+    out: Path,
+    settings: dict[str, Any],
+    space: Space,
+    seconds: float,
+    largest: float | None,
+    speeds: CodecSpeeds,
+    done: Losses,
+) -> None:
+    described = json.loads(speeds.encode())
     content = {
         **settings,
         "space": {axis.name: list(getattr(space, axis.name)) for axis in fields(space)},
         "seconds": round(seconds),
         "largest_difference_from_harness": largest,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "speeds": json.loads(speeds.encode()),
-        "geometry": {name: getattr(geometry, name) for name in geometry.__dataclass_fields__},
-        "kl": {point.name: [done[point.name, text] for text in range(len(windows))] for point in points},
+        "speeds": described,
+        "geometry": described["geometry"],
+        "kl": {point.name: [done[point.name, text] for text in range(settings["texts"])] for point in space},
     }
     out.write_text(json.dumps(content) + "\n")
-    print(f"written: {out}; {largest:.2g} at most from the harness, of {CHECKED} points", flush=True)
+    print(f"written: {out}", flush=True)
 
 
 def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -185,10 +210,8 @@ def against_harness(
     return float(f"{max(differences):.2g}")
 
 
-def speeds_of(
-    arguments: argparse.Namespace, model: Any, window: Any, points: Sequence[Point]
-) -> tuple[KVGeometry, CodecSpeeds]:
-    """Speeds of every cell of the points: from a file, or measured on the text's KV, repeated."""
+def measured(arguments: argparse.Namespace, model: Any, window: Any, points: Sequence[Point]) -> CodecSpeeds:
+    """Speeds of every cell of the points, on the text's KV, repeated."""
     import torch
 
     from spectrumkv_sglang.payload.key_rotation import KeyRotation
@@ -197,8 +220,6 @@ def speeds_of(
 
     prefix = model.prefill(window.name, window.prefix(arguments.prefix_tokens), {}).prefix
     geometry = prefix.geometry
-    if arguments.speeds:
-        return geometry, read_speeds(Path(arguments.speeds))
     cells = cells_of([point.profile(geometry.layers) for point in points], geometry)
     device = prefix.view.device
     repeats = max(1, arguments.speed_tokens // arguments.prefix_tokens)
@@ -219,4 +240,4 @@ def speeds_of(
         print(f"speeds: {measured} of about {len(cells)}, {time.monotonic() - began:.0f} s", flush=True)
 
     with tempfile.TemporaryDirectory() as folder:
-        return geometry, measure_speeds(view, cells, name, Path(folder), advance)
+        return measure_speeds(view, cells, name, Path(folder), advance)
