@@ -462,7 +462,18 @@ def _add_slices(trace: Any, span: Span) -> None:
     trace.trace_slice_start(span.name, span.level, ts=_nanoseconds(span.start))
     for child in span.children:
         _add_slices(trace, child)
+    if span.error:
+        _mark_as_failed(trace, span)
     trace.trace_slice_end(span.name, span.level, ts=_nanoseconds(span.end), attrs=dict(span.attributes))
+
+
+def _mark_as_failed(trace: Any, span: Span) -> None:
+    """Give the open slice of ``span`` OpenTelemetry's error status, for which SGLang's traces have no call."""
+    from opentelemetry.trace import Status, StatusCode
+
+    slices = trace.thread_context.cur_slice_stack if trace.thread_context else ()
+    if slices and slices[-1].slice_name == span.name:  # else its level is above SGLANG_TRACE_LEVEL
+        slices[-1].span.set_status(Status(StatusCode.ERROR, span.error))
 
 
 def _nanoseconds(seconds: float) -> int:

@@ -19,13 +19,17 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
 PREFIX = "spectrumkv."
 
 
 @dataclass
 class ReceivedSpan:
-    """One span; times in seconds since 1970, ids as hexadecimal digits, ``parent`` empty for a root."""
+    """One span; times in seconds since 1970, ids as hexadecimal digits, ``parent`` empty for a root.
+
+    ``error`` is the status of one that failed, else empty.
+    """
 
     trace: str
     identity: str
@@ -34,6 +38,7 @@ class ReceivedSpan:
     start: float
     end: float
     attributes: dict[str, object] = field(default_factory=dict)
+    error: str = ""
 
 
 class Receiver:
@@ -108,6 +113,7 @@ def spans_of(body: bytes) -> Iterator[ReceivedSpan]:
                     start=span.start_time_unix_nano / 1e9,
                     end=span.end_time_unix_nano / 1e9,
                     attributes=attributes,
+                    error=(span.status.message or "failed") if span.status.code == Status.STATUS_CODE_ERROR else "",
                 )
 
 
@@ -123,6 +129,7 @@ def tree_of(spans: list[ReceivedSpan]) -> Iterator[str]:
                 f"{key.partition('.')[2]}={value}" for key, value in span.attributes.items() if "spectrumkv." in key
             ]
             times = f"{(span.start - began) * 1e3:9.1f} {(span.end - span.start) * 1e3:9.1f} ms"
+            ours += [f"ERROR {span.error}"] if span.error else []
             yield f"{times}  {'  ' * depth}{span.name} {' '.join(ours)}".rstrip()
             yield from lines(span.identity, depth + 1)
 

@@ -213,6 +213,19 @@ class TransferMetrics:
         self._counter(specs.FAILURES, cause=cause.value).inc()
 
     @_never_raises
+    def chunk_failed(self, room: int, cause: FailureCause, seconds: float) -> None:
+        """Counts one chunk that prefill could not send, ``seconds`` after its start."""
+        if (spans := process_spans()) is not None:
+            spans.failed(room, cause.value, cause.meaning, seconds)
+        self.failure(cause)
+
+    @_never_raises
+    def native_failed(self, room: int, seconds: float) -> None:
+        """SGLang's own transfer of a chunk failed, ``seconds`` after its start: SGLang counts it."""
+        if (spans := process_spans()) is not None:
+            spans.failed(room, "native_transfer", "SGLang's own transfer returned an error", seconds)
+
+    @_never_raises
     def budget_unreachable(self) -> None:
         """Counts one room that no allowed tier brought down to the budget."""
         self._counter(specs.BUDGET_UNREACHABLE).inc()

@@ -42,6 +42,7 @@ class Span:
         level: how much detail it is, as SGLang counts: 1 is least.
         attributes: OpenTelemetry's.
         children: spans inside it, in the order in which they ended.
+        error: what went wrong, for the span's status; empty: nothing did.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Span:
     level: int
     attributes: Mapping[str, AttributeValue] = field(default_factory=dict)
     children: tuple[Span, ...] = ()
+    error: str = ""
 
 
 class TransferSpans:
@@ -86,16 +88,25 @@ class TransferSpans:
 
     def chunk(self, record: ChunkRecord) -> None:
         """The chunk that this thread sends has been sent."""
-        start, end = record.time - record.transfer_seconds, record.time
-        # Those before its start belong to a chunk that failed.
-        phases = tuple(_within(one, start, end) for one in self._phases() if one.end >= start)
-        self._phases().clear()
-        self._add(record.room, Span("spectrumkv_transfer", start, end, _CHUNK_LEVEL, _attributes(record), phases))
+        self._transfer(record.room, record.time - record.transfer_seconds, record.time, _attributes(record))
+
+    def failed(self, room: int, cause: str, meaning: str, seconds: float) -> None:
+        """The chunk that this thread sends has failed ``seconds`` after its start, by ``cause``."""
+        now = self._clock()
+        self._transfer(room, now - seconds, now, {"spectrumkv.cause": cause}, f"{cause}: {meaning}")
 
     def unpacked(self, room: int, seconds: float) -> None:
         """Decode has just unpacked one payload of ``room``."""
         now = self._clock()
         self._add(room, Span("spectrumkv_unpack", now - seconds, now, _CHUNK_LEVEL))
+
+    def _transfer(
+        self, room: int, start: float, end: float, attributes: Mapping[str, AttributeValue], error: str = ""
+    ) -> None:
+        # Those before its start are of something that nobody spoke of again.
+        phases = tuple(_within(one, start, end) for one in self._phases() if one.end >= start)
+        self._phases().clear()
+        self._add(room, Span("spectrumkv_transfer", start, end, _CHUNK_LEVEL, attributes, phases, error))
 
     def _phases(self) -> deque[Span]:
         phases: deque[Span] | None = getattr(self._thread, "phases", None)

@@ -164,11 +164,11 @@ class PrefillRank:
             with self.decisions.sending(chunk.room, chunk.session, last=chunk.last_chunk) as cost:
                 return self._send(chunk, send_natively, started, self.decisions, cost)
         except ChunkFailedError as error:
-            self._metrics.failure(error.cause)
+            self._metrics.chunk_failed(chunk.room, error.cause, time.perf_counter() - started)
             log_once(logger, logging.ERROR, f"chunk-{error.cause.value}", f"room {chunk.room} failed: {error}")
             return -1, error.peer_suspect
         except Exception:
-            self._metrics.failure(FailureCause.INTERNAL_ERROR)
+            self._metrics.chunk_failed(chunk.room, FailureCause.INTERNAL_ERROR, time.perf_counter() - started)
             logger.exception("room %d failed: unexpected error while sending a chunk", chunk.room)
             return -1, False
 
@@ -379,6 +379,8 @@ class PrefillRank:
                 cost.as_decided, cost.seconds = True, native.seconds
                 cost.native_bytes = cost.wire_bytes = size
             self._account(chunk, self._native_record(chunk, reason.reason, result.writes), started, decision)
+        else:
+            self._metrics.native_failed(chunk.room, time.perf_counter() - started)
         return result.code, result.code != 0
 
     def _say_native(self, chunk: OutgoingChunk, reason: GoNativeError) -> None:

@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path as FilePath
 from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import pytest
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
+    TraceServiceServicer,
+    add_TraceServiceServicer_to_server,
+)
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
 from prometheus_client import CollectorRegistry
 from sglang.srt.observability import trace as sglang_trace
 
 from spectrumkv_sglang import plugin, sglang_compat
 from spectrumkv_sglang.observability.metrics import TransferMetrics
-from spectrumkv_sglang.observability.reasons import Path, Reason, Wait
+from spectrumkv_sglang.observability.reasons import FailureCause, Path, Reason, Wait
 from spectrumkv_sglang.observability.transfer_log import ChunkRecord, TokensByTier
 from spectrumkv_sglang.observability.transfer_spans import (
     MOST_ROOMS,
@@ -29,7 +40,7 @@ from spectrumkv_sglang.observability.transfer_spans import (
 )
 
 sys.path.insert(0, str(FilePath(__file__).parents[2] / "examples" / "monitoring"))
-from show_traces import Receiver, tree_of
+from show_traces import Receiver, spans_of, tree_of
 
 ROOM = 4711
 PROMPT = "what nobody but the client may read"
@@ -131,6 +142,19 @@ def send_a_traced_chunk() -> None:
     request.time_stats.trace_ctx.trace_req_finish()
 
 
+def fail_a_traced_chunk() -> None:
+    """A request whose one chunk failed after a payload of it had been packed."""
+    clock = Clock()
+    metrics, spans = metrics_of(clock)
+    request = request_of()
+    spans.expect(ROOM, sglang_compat.request_trace(request))
+    clock.now += 0.1
+    metrics.pack(0.1)
+    clock.now += 0.2
+    metrics.chunk_failed(ROOM, FailureCause.WRITE_FAILED, 0.3)
+    request.time_stats.trace_ctx.trace_req_finish()
+
+
 @pytest.mark.usefixtures("traced")
 def test_a_chunk_and_its_phases_stand_in_the_trace_of_the_request(exporter: InMemorySpanExporter) -> None:
     send_a_traced_chunk()
@@ -178,6 +202,42 @@ def test_phases_of_a_chunk_that_failed_are_not_those_of_the_next(exporter: InMem
         "open_timeout",
         False,
     )
+
+
+@pytest.mark.usefixtures("traced")
+def test_a_chunk_that_failed_says_so(exporter: InMemorySpanExporter) -> None:
+    fail_a_traced_chunk()
+    found = {span.name: span for span in exporter.get_finished_spans()}
+    transfer, pack = found["spectrumkv_transfer"], found["spectrumkv_pack"]
+    assert transfer.status.status_code is StatusCode.ERROR
+    assert transfer.status.description == f"write_failed: {FailureCause.WRITE_FAILED.meaning}"
+    assert dict(transfer.attributes) == {"spectrumkv.cause": "write_failed"}
+    assert transfer.end_time - transfer.start_time == 300_000_000
+    assert pack.parent.span_id == transfer.context.span_id
+    assert [span.name for span in found.values() if span.status.status_code is StatusCode.ERROR] == [transfer.name]
+
+
+@pytest.mark.usefixtures("traced")
+def test_a_failure_is_no_error_of_what_comes_next(exporter: InMemorySpanExporter) -> None:
+    clock = Clock()
+    metrics, spans = metrics_of(clock)
+    spans.expect(ROOM, sglang_compat.request_trace(request_of()))
+    metrics.native_failed(ROOM, 0.1)
+    send_a_chunk(metrics, clock)
+    first, *_, last = ours(exporter)
+    assert (first.attributes["spectrumkv.cause"], first.status.status_code) == ("native_transfer", StatusCode.ERROR)
+    assert (last.name, last.status.status_code) == ("spectrumkv_transfer", StatusCode.UNSET)
+
+
+@pytest.mark.usefixtures("traced")
+def test_a_failure_below_the_level_that_is_traced_is_left_out(
+    exporter: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sglang_trace, "get_global_trace_level", lambda: 1)
+    fail_a_traced_chunk()
+    assert ours(exporter) == []
+    assert "was lost" not in caplog.text
+    assert all(span.status.status_code is StatusCode.UNSET for span in exporter.get_finished_spans())
 
 
 @pytest.mark.usefixtures("traced")
@@ -246,3 +306,47 @@ def test_the_example_shows_what_came_over_otlp(exporter: InMemorySpanExporter) -
     assert "reason=tiered" in transfer
     assert "wire_bytes=300" in transfer
     assert lines.index(transfer) < next(index for index, line in enumerate(lines) if "spectrumkv_pack" in line)
+
+
+class Collector(TraceServiceServicer):
+    """OTLP over gRPC, as a collector's port 4317: keeps each request as its bytes."""
+
+    def __init__(self) -> None:
+        self.received: list[bytes] = []
+
+    def Export(  # noqa: N802 (the service's name for it)
+        self, request: ExportTraceServiceRequest, context: grpc.ServicerContext
+    ) -> ExportTraceServiceResponse:
+        self.received.append(request.SerializeToString())
+        return ExportTraceServiceResponse()
+
+
+@pytest.fixture
+def collector() -> Iterator[tuple[Collector, str]]:
+    """A collector and its HOST:PORT."""
+    server, service = grpc.server(ThreadPoolExecutor(1)), Collector()
+    add_TraceServiceServicer_to_server(service, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield service, f"127.0.0.1:{port}"
+    server.stop(None).wait(10)
+
+
+@pytest.mark.usefixtures("traced")
+def test_a_collector_over_grpc_reads_what_was_sent_and_what_failed(
+    exporter: InMemorySpanExporter, collector: tuple[Collector, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", raising=False)
+    service, endpoint = collector
+    over_grpc = sglang_trace.get_otlp_span_exporter(endpoint)  # as SGLang makes it: gRPC is its default
+    sglang_trace.tracer.span_processor.add_span_processor(SimpleSpanProcessor(over_grpc))
+    send_a_traced_chunk()
+    fail_a_traced_chunk()
+    received = [span for body in service.received for span in spans_of(body)]
+    sent = exporter.get_finished_spans()
+    assert [(one.name, int(one.identity, 16)) for one in received] == [(one.name, one.context.span_id) for one in sent]
+    well, failed = [one for one in received if one.name == "spectrumkv_transfer"]
+    assert (well.error, well.attributes["spectrumkv.wire_bytes"]) == ("", 300)
+    assert failed.attributes == {"spectrumkv.cause": "write_failed"}
+    assert f"cause=write_failed ERROR write_failed: {FailureCause.WRITE_FAILED.meaning}" in "\n".join(tree_of(received))
+    assert not any(PROMPT.encode() in body for body in service.received)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spectrumkv_sglang.profiles.budget import TierAssignment, assign_tiers, UpgradeLadder
+from spectrumkv_sglang.profiles.budget import TierAssignment, UpgradeLadder, assign_tiers
 from spectrumkv_sglang.profiles.tier import Tier
 
 ALL_TIERS = tuple(Tier)

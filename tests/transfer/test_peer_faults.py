@@ -17,6 +17,7 @@ from decode_peer import DecodePeer, eventually
 from prefill_side import Outcome, idle, next_room
 
 from spectrumkv_sglang.config import SpectrumKVConfig
+from spectrumkv_sglang.observability.transfer_spans import Span, TransferSpans, trace_transfers
 from spectrumkv_sglang.transfer.messages import Close, Done, Failed, encode
 
 pytestmark = pytest.mark.timeout(150)
@@ -77,7 +78,20 @@ def test_writes_that_do_not_end_rest_their_slots_on_both_sides(
     assert eventually(lambda: idle(rank), True, 20)
 
 
-def test_an_unanswered_commit_times_out(make_rank: MakeRank, make_prefill: MakePrefill, peer: DecodePeer) -> None:
+@pytest.fixture
+def spans() -> Iterator[list[Span]]:
+    """Spans of room 1."""
+    emitted: list[Span] = []
+    recorder = TransferSpans(lambda trace, thread, span: emitted.append(span))
+    recorder.expect(1, "its trace")
+    trace_transfers(recorder)
+    yield emitted
+    trace_transfers(None)
+
+
+def test_an_unanswered_commit_times_out(
+    make_rank: MakeRank, make_prefill: MakePrefill, peer: DecodePeer, spans: list[Span]
+) -> None:
     rank, source = make_rank(), make_prefill(unpack_timeout_s=0.5)
     rank.open_room(1, 10)
     source.engine.on_written = lambda number: peer.stop()
@@ -88,6 +102,11 @@ def test_an_unanswered_commit_times_out(make_rank: MakeRank, make_prefill: MakeP
     assert (outcome.code, outcome.peer_suspect, outcome.went_native) == (-1, False, False)
     assert outcome.failures == {"commit_timeout": 1}
     assert 0.5 <= outcome.seconds < 5
+    [span] = spans
+    assert span.error.startswith("commit_timeout: decode did not answer COMMIT")
+    assert span.attributes["spectrumkv.cause"] == "commit_timeout"
+    assert {"spectrumkv_pack", "spectrumkv_write"} <= {phase.name for phase in span.children}
+    assert 0.5 <= span.end - span.start <= outcome.seconds
     source.engine.on_written = lambda number: None
     assert idle(rank)
     next_room(rank, make_prefill())
