@@ -5,6 +5,16 @@ from __future__ import annotations
 from spectrumkv_sglang.errors import SpectrumKVError
 from spectrumkv_sglang.observability.reasons import FailureCause, Reason
 
+_MOST_QUOTED = 1024
+
+
+def quoted(text: str) -> str:
+    """What a peer wrote, fit for a log: at most 1,024 characters, each one printable, so that it stays on its line."""
+    shown = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text[:_MOST_QUOTED])
+    if len(text) <= _MOST_QUOTED and len(shown) <= _MOST_QUOTED:
+        return shown
+    return f"{shown[:_MOST_QUOTED]}... ({len(text)} characters)"
+
 
 class ControlMessageError(SpectrumKVError):
     """A control message or handshake that cannot be understood (garbage, truncated, other version)."""

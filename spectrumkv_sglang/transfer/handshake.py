@@ -14,7 +14,7 @@ from typing import Annotated
 import msgspec
 
 from spectrumkv_sglang.profiles.tier import Tier
-from spectrumkv_sglang.transfer.errors import ControlMessageError
+from spectrumkv_sglang.transfer.errors import ControlMessageError, quoted
 from spectrumkv_sglang.transfer.messages import CodecText, TierList, open_envelope, seal_envelope
 from spectrumkv_sglang.transfer.shared_heads import RankHeads
 
@@ -23,15 +23,17 @@ REGISTRATION_MARK = b"None"
 # SGLang 0.5.23 reads 20 frames; the gap leaves room for fields that later versions append.
 HANDSHAKE_FRAME_INDEX = 48
 
+# One address and its port, and nothing that ends a line of a log. ("$" would let a line's end follow.)
+_ENDPOINT = r"^tcp://[0-9A-Za-z.:%_\-\[\]]+\Z"
 Count = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
 
 
 class Handshake(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What prefill must know of one decode rank before it sends it a tiered payload."""
 
-    control_endpoint: Annotated[str, msgspec.Meta(pattern=r"^tcp://", max_length=512)]
+    control_endpoint: Annotated[str, msgspec.Meta(pattern=_ENDPOINT, max_length=512)]
     boot_id: Annotated[int, msgspec.Meta(ge=0)]  # random per process start, repeated by every OPEN
-    kv_dtype: Annotated[str, msgspec.Meta(max_length=64)]
+    kv_dtype: Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9_]+\Z", max_length=64)]
     layers: Count
     kv_heads: Count
     first_head: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]  # of the model's heads, which its kv_heads start at
@@ -67,7 +69,7 @@ def decode_handshake(frame: bytes) -> Handshake:
     try:
         handshake = _decoder.decode(body)
     except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
-        raise ControlMessageError(f"handshake of {len(frame)} bytes is malformed: {error}") from error
+        raise ControlMessageError(f"handshake of {len(frame)} bytes is malformed: {quoted(str(error))}") from error
     if handshake.total_heads:
         try:
             RankHeads(handshake.first_head, handshake.kv_heads, handshake.total_heads)

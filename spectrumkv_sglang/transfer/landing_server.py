@@ -368,7 +368,7 @@ class LandingServer:
         if slot.index in chunk.unpacking:
             self._metrics.control_message_rejected(Rejection.STALE)  # a second copy: the first is answered
             return
-        chunk.last_seen = self._clock()
+        self._prolong(chunk)
         begin, end = chunk.open.page_start, chunk.open.page_start + chunk.open.page_count
         if commit.page_start < begin or commit.page_start + commit.page_count > end:
             self._fail(
@@ -391,6 +391,11 @@ class LandingServer:
         job = UnpackJob(commit, chunk.open.room, chunk.registration, chunk.table)
         self._jobs.put((key, job, chunk.view))
 
+    def _prolong(self, chunk: _OpenChunk) -> None:
+        """Begin its lease anew; not once its room has closed, or a peer that goes on talking holds the slots for ever."""
+        if self._room_is_open(chunk):
+            chunk.last_seen = self._clock()
+
     def _drain_results(self) -> None:
         while self._wake_receiver.poll(0):
             self._wake_receiver.recv()
@@ -401,7 +406,7 @@ class LandingServer:
                 continue
             index = result.commit.slot
             chunk.unpacking.discard(index)
-            chunk.last_seen = self._clock()
+            self._prolong(chunk)
             renewed = chunk.slots[index] = self._pool.renew(chunk.slots[index])
             if result.failure is None:
                 self._metrics.unpack(result.seconds, chunk.open.room)
@@ -466,8 +471,8 @@ class LandingServer:
             self._release(key, chunk)
 
     def _take_slots_back(self, chunk: _OpenChunk) -> None:
-        """Of a chunk whose room has closed and whose prefill says nothing: dead, most likely. Its last write may still
-        be going on. The chunk stays known until its lease ends, so that a COMMIT gets a clear answer."""
+        """Of a chunk whose room has closed and whose prefill does not say CLOSE: dead, most likely. Its last write may
+        still be going on. The chunk stays known until its lease ends, so that a COMMIT gets a clear answer."""
         indices = [index for index in chunk.slots if index not in chunk.unpacking]
         for index in indices:
             self._pool.quarantine(chunk.slots.pop(index))
@@ -476,7 +481,7 @@ class LandingServer:
             logger,
             logging.WARNING,
             "slots-of-closed-room",
-            f"room {chunk.open.room} has closed and its prefill is silent (dead?): "
+            f"room {chunk.open.room} has closed and its prefill does not give its slots back (dead?): "
             f"{len(indices)} landing slots go into quarantine",
         )
 

@@ -21,7 +21,7 @@ from typing import Annotated
 import msgspec
 
 from spectrumkv_sglang.payload.precision_table import MAX_TIERS
-from spectrumkv_sglang.transfer.errors import ControlMessageError
+from spectrumkv_sglang.transfer.errors import ControlMessageError, quoted
 
 MAGIC = b"SKVC"
 PROTOCOL_VERSION = 6
@@ -155,7 +155,9 @@ def _decode(frame: bytes, decoder: msgspec.msgpack.Decoder):  # type: ignore[no-
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
-        raise ControlMessageError(f"control message of {len(frame)} bytes is malformed: {error}") from error
+        raise ControlMessageError(
+            f"control message of {len(frame)} bytes is malformed: {quoted(str(error))}"
+        ) from error
 
 
 def seal_envelope(magic: bytes, body: bytes) -> bytes:

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from spectrumkv_sglang.payload.precision_table import MAX_TIERS
 from spectrumkv_sglang.transfer.errors import ControlMessageError
+from spectrumkv_sglang.transfer.handshake import MAGIC as HANDSHAKE_MAGIC
+from spectrumkv_sglang.transfer.handshake import decode_handshake
 from spectrumkv_sglang.transfer.messages import (
     MAGIC,
     MAX_MESSAGE_BYTES,
@@ -295,6 +297,17 @@ DEEP = 100_000
 def test_hostile_msgpack_is_refused(decode: Any, body: bytes) -> None:
     with pytest.raises(ControlMessageError):
         decode(seal_envelope(MAGIC, body))
+
+
+@pytest.mark.parametrize("decode", [decode_from_prefill, decode_from_decode, decode_handshake])
+@pytest.mark.parametrize("forged", ["\nERROR: all KV is lost", "\r\u2028\x1b[2J" * 100, "x" * (3 << 20)])
+def test_what_a_peer_wrote_neither_fills_a_log_nor_forges_its_lines(decode: Any, forged: str) -> None:
+    magic = HANDSHAKE_MAGIC if decode is decode_handshake else MAGIC
+    for fields in ({"type": forged}, {forged: 1}, {"type": "Close", "chunk": 1, "failed_slots": [], forged: 1}):
+        with pytest.raises(ControlMessageError) as error:
+            decode(seal_envelope(magic, msgspec.msgpack.encode(fields)))
+        assert str(error.value).isprintable()
+        assert len(str(error.value)) < 1200
 
 
 def test_the_envelope_has_eight_bytes() -> None:

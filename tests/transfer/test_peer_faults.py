@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from conftest import MakePrefill, MakeRank, MakeRaw
 from decode_peer import DecodePeer, eventually
@@ -311,6 +312,32 @@ def test_a_slow_prefill_whose_room_has_closed_is_told_so_and_never_to_go_native(
     assert rank.is_untouched()
     raw.send_frames(encode(Close(1, [grant.slot])))
     assert idle(rank)
+
+
+@pytest.mark.parametrize("claim", [{}, {"page_start": 77}], ids=["for a room that is gone", "outside its pages"])
+def test_a_prefill_that_goes_on_talking_does_not_hold_the_slots_of_a_closed_room(
+    make_rank: MakeRank, make_prefill: MakePrefill, make_raw: MakeRaw, claim: dict[str, int]
+) -> None:
+    rank, source = make_rank(lease_s=1.0, write_timeout_s=0.5, quarantine_s=0.2), make_prefill()
+    raw, pages = make_raw(source, rank), source.some_pages(8)
+    rank.open_room(1, len(pages))
+    grants = raw.grants(1, len(pages), slots_wanted=ALL_SLOTS)
+    assert len(grants) == ALL_SLOTS
+    commit = msgspec.structs.replace(raw.land(grants[0], 1, pages), **claim)
+    rank.ask("close_room", room=1)
+
+    def slots_after_one_more_word() -> int:
+        nonlocal commit
+        answer = raw.ask(commit)
+        assert isinstance(answer, Failed)
+        assert answer.code in ("room_gone", "page_range", "stale_generation")
+        commit = msgspec.structs.replace(commit, generation=commit.generation + (answer.code == "room_gone"))
+        return rank.state()["in_use"]
+
+    assert eventually(slots_after_one_more_word, 0) == 0
+    assert rank.is_untouched()
+    assert idle(rank)
+    next_room(rank, source)
 
 
 def test_a_commit_after_the_lease_is_refused(make_rank: MakeRank, make_prefill: MakePrefill, make_raw: MakeRaw) -> None:

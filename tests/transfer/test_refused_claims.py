@@ -348,6 +348,8 @@ def test_answers_that_cannot_be_read_or_were_not_asked_for(make_prefill: MakePre
         lambda chunk: b"SKVC garbage",
         lambda chunk: encode(Done(chunk, 0, 0, 1, 0.0)),
         lambda chunk: encode(Refused(chunk, "a code of the future", "?")),
+        lambda chunk: encode(Refused(chunk, "bypass", "?")),  # of prefill's own decisions
+        lambda chunk: encode(Refused(chunk, "internal_error", "?")),
         lambda chunk: encode(Granted(chunk + 1, [], 1)),  # too few slots to be valid
     ]
 
