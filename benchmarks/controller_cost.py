@@ -64,9 +64,9 @@ def seconds_per_room(rooms: int) -> list[float]:
     found = []
     for room in range(rooms):
         began = time.thread_time()
-        decisions.expect(room, None)
-        decision = decisions.decide(room, SESSION, PEER, first=True, prompt_tokens=8192, native_bytes=int(NATIVE_BYTES))
-        with decisions.sending(room, SESSION, last=True) as cost:
+        request = decisions.expect(room, None)
+        decision = decisions.decide(request, SESSION, PEER, prompt_tokens=8192, native_bytes=int(NATIVE_BYTES))
+        with decisions.sending(request, SESSION, last=True) as cost:
             try:
                 decisions.require_tiered(decision)
                 raise SpectrumKVError(f"the room does not bypass: {decision}")
@@ -77,7 +77,6 @@ def seconds_per_room(rooms: int) -> list[float]:
                 timing.succeeded = True
             cost.as_decided, cost.seconds = True, timing.seconds  # known once the block has ended
             cost.native_bytes = cost.wire_bytes = NATIVE_BYTES
-        decisions.forget(room)
         found.append(time.thread_time() - began)
     return found
 

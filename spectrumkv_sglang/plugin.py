@@ -272,19 +272,23 @@ def _attach_prefill(original: Any, queue: Any, *args: Any, **kwargs: Any) -> Any
 
 
 def _expect_request(original: Any, queue: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
-    """Before the sender exists: nothing of the room can be sent without its request's limits."""
+    """Around the making of a request's sender, which carries what the request asks for: SGLang sends by it alone."""
     from spectrumkv_sglang.tuning.request_limits import CUSTOM_PARAMETER
 
     expect = getattr(queue.kv_manager, "expect_request", None)
     room = compat.request_room(req)
+    expected = None
     if expect is not None and room is not None:
         try:
-            expect(room, compat.request_parameters(req, CUSTOM_PARAMETER))
+            expected = expect(room, compat.request_parameters(req, CUSTOM_PARAMETER))
         except Exception as error:  # noqa: BLE001
             # A client's parameters must not end the scheduler: its room is sent as one whose limits make no sense.
-            expect(room, f"unreadable: {type(error).__name__}")
+            expected = expect(room, f"unreadable: {type(error).__name__}")
     made = original(queue, req, *args, **kwargs)
-    _mark(getattr(req, "disagg_kv_sender", None), req)
+    sender = getattr(req, "disagg_kv_sender", None)
+    _mark(sender, req)
+    if hasattr(sender, "spectrumkv_request"):
+        sender.spectrumkv_request = expected
     return made
 
 

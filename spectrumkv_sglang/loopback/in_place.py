@@ -19,9 +19,10 @@ from spectrumkv_sglang.importance.scores import SlotScores
 from spectrumkv_sglang.loopback.plan import InPlaceRecord
 from spectrumkv_sglang.payload.precision_table import PrecisionTable
 from spectrumkv_sglang.profiles.tier import Tier
-from spectrumkv_sglang.transfer.chunk_planner import BytesSent, ChunkPlanner, PlannedChunk
+from spectrumkv_sglang.transfer.chunk_planner import ChunkPlanner, PlannedChunk
 from spectrumkv_sglang.transfer.lossless_stage import Restoring
 from spectrumkv_sglang.transfer.messages import Commit
+from spectrumkv_sglang.transfer.outgoing_request import BytesSent
 from spectrumkv_sglang.transfer.packing import PackJob, pack_into_slot, pieces_of
 from spectrumkv_sglang.transfer.pool_view import PoolView
 from spectrumkv_sglang.transfer.rooms import RoomRegistry

@@ -16,6 +16,7 @@ from spectrumkv_sglang.payload.precision_table import PrecisionTable
 from spectrumkv_sglang.profiles.chunk_plan import ChunkPlan, last_page_rows, plan_chunk, protected_rows
 from spectrumkv_sglang.profiles.profile import Profile, load_profile
 from spectrumkv_sglang.profiles.tier import Tier
+from spectrumkv_sglang.transfer.outgoing_request import NOTHING_SENT, BytesSent
 from spectrumkv_sglang.transfer.pool_view import PoolView
 from spectrumkv_sglang.transfer.sending_policy import SendingPolicy
 from spectrumkv_sglang.transfer.unpacking import pool_slots_of_pages
@@ -37,18 +38,6 @@ class PlannedChunk:
     policy: SendingPolicy
     reason: Reason
     budget_missed: bool  # there were tiers to choose from, and even the smallest choice exceeds the budget
-
-
-@dataclass(frozen=True)
-class BytesSent:
-    """Bytes of a room's chunks so far: what native transfer would have taken, and what went over the wire."""
-
-    native: int = 0
-    wire: int = 0
-
-    def budget_of_next(self, native_bytes: int, budget: float) -> float:
-        """Wire / native bytes that the next chunk of ``native_bytes`` may take so that the room keeps ``budget``."""
-        return min(1.5, max(0.0, (budget * (self.native + native_bytes) - self.wire) / native_bytes))
 
 
 @dataclass(frozen=True)
@@ -88,7 +77,7 @@ class ChunkPlanner:
         first_position: int,
         prompt_tokens: int,
         slot_bytes: int,
-        sent_before: BytesSent = BytesSent(),
+        sent_before: BytesSent = NOTHING_SENT,
         peer_allowed_tiers: Collection[int] = tuple(Tier),
         policy: SendingPolicy | None = None,
     ) -> PlannedChunk:

@@ -9,6 +9,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,10 @@ from spectrumkv_sglang.observability.reasons import FailureCause, ProbeState, Re
 from spectrumkv_sglang.transfer.decode_rank import DecodeRank
 from spectrumkv_sglang.transfer.errors import GoNativeError
 from spectrumkv_sglang.transfer.handshake import Handshake, RegistrationSocket
+from spectrumkv_sglang.transfer.outgoing_request import ChunkOrigin, OutgoingRequest
 from spectrumkv_sglang.transfer.pool_view import PoolView, view_pool
 from spectrumkv_sglang.transfer.prefill_rank import NativeResult, OutgoingChunk, PrefillRank
-from spectrumkv_sglang.transfer.request_identity import UNKNOWN, ChunkOrigin, may_be_same
+from spectrumkv_sglang.transfer.request_identity import UNKNOWN, may_be_same
 from spectrumkv_sglang.transfer.sending_policy import ServedCandidates, serve_candidates
 from spectrumkv_sglang.transfer.served_rotation import require_rotation, with_rotation
 from spectrumkv_sglang.transfer.shared_heads import RankHeads, heads_of_rank
@@ -71,7 +73,7 @@ class SpectrumKVManager(MooncakeKVManager):  # type: ignore[misc]
         self.decode_rank: DecodeRank | None = None
         self.scheduler_overlaps: Callable[[], bool] = lambda: False
         self.early_send_event: Any = None
-        self.sending_prompt = UNKNOWN
+        self.sending = ChunkOrigin()
         self.spectrumkv_config = load_config()
         self._server_args = server_args
         self._role = "prefill" if disaggregation_mode.value == "prefill" else "decode"
@@ -219,7 +221,7 @@ class SpectrumKVManager(MooncakeKVManager):  # type: ignore[misc]
         self, bootstrap_room: int, kv_indices: Any, index_slice: slice, *args: Any, **kwargs: Any
     ) -> Any:
         event = self._forward_event() if torch.cuda.is_available() and self.prefill_rank is not None else None
-        self.current.origin = ChunkOrigin(self.sending_prompt, event)
+        self.current.origin = replace(self.sending, forward_done=event)
         try:
             return super().add_transfer_request(bootstrap_room, kv_indices, index_slice, *args, **kwargs)
         finally:
@@ -349,6 +351,7 @@ class SpectrumKVManager(MooncakeKVManager):  # type: ignore[misc]
             sliced=sliced,
             page_bytes=self._sliced_page_bytes(session) if sliced else None,
             prompt=origin.prompt,
+            request=origin.request,
         )
         code, peer_suspect = self.prefill_rank.send(outgoing, counted, only)
         if code != 0 and not peer_suspect:
@@ -384,17 +387,10 @@ class SpectrumKVManager(MooncakeKVManager):  # type: ignore[misc]
         held = self.prefill_rank.kv_heads if self.prefill_rank is not None else None
         return held is None or not isinstance(peer, Handshake) or ours * peer.kv_heads == theirs * held
 
-    def expect_request(self, room: int, parameters: Any) -> None:
-        """A request came that will be sent as ``room``, with ``parameters`` for this package; before it is sent."""
+    def expect_request(self, room: int, parameters: Any) -> OutgoingRequest:
+        """A request came that will be sent as ``room``, with ``parameters`` for this package; its sender keeps it."""
         decisions = self.prefill_rank.decisions if self.prefill_rank is not None else None
-        if decisions is not None:
-            decisions.expect(room, parameters)
-
-    def forget_request(self, room: int) -> None:
-        """The request of ``room`` has ended."""
-        decisions = self.prefill_rank.decisions if self.prefill_rank is not None else None
-        if decisions is not None:
-            decisions.forget(room)
+        return OutgoingRequest() if decisions is None else decisions.expect(room, parameters)
 
     def observation_failed(self) -> None:
         """Count a forward whose token importance could not be observed."""
@@ -445,6 +441,7 @@ class SpectrumKVSender(MooncakeKVSender):  # type: ignore[misc]
     """SGLang's sender; on a CPU pool it keeps SGLang 0.5.23 from using pinned memory and CUDA events."""
 
     spectrumkv_prompt = UNKNOWN
+    spectrumkv_request: OutgoingRequest | None = None
 
     def __init__(self, mgr: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(mgr, *args, **kwargs)
@@ -454,20 +451,18 @@ class SpectrumKVSender(MooncakeKVSender):  # type: ignore[misc]
     def send(self, *args: Any, **kwargs: Any) -> Any:
         # SGLang before 0.5.23 records this event for a cached prefix that is sent early, and does not read it.
         self.kv_mgr.early_send_event = getattr(self, "_early_send_wait_event", None)
-        self.kv_mgr.sending_prompt = self.spectrumkv_prompt
+        if self.spectrumkv_request is None:
+            self.spectrumkv_request = OutgoingRequest()
+        self.kv_mgr.sending = ChunkOrigin(self.spectrumkv_prompt, request=self.spectrumkv_request)
         try:
             return super().send(*args, **kwargs)
         finally:
             self.kv_mgr.early_send_event = None
-            self.kv_mgr.sending_prompt = UNKNOWN
+            self.kv_mgr.sending = ChunkOrigin()
 
     def poll(self) -> Any:
         _fail_if_forgotten(self)
         return super().poll()
-
-    def clear(self) -> Any:
-        self.kv_mgr.forget_request(self.bootstrap_room)
-        return super().clear()
 
 
 class SpectrumKVReceiver(MooncakeKVReceiver):  # type: ignore[misc]

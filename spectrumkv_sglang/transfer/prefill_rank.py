@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -26,7 +25,7 @@ from spectrumkv_sglang.observability.reasons import FailureCause, Path, Reason
 from spectrumkv_sglang.observability.transfer_log import ChunkRecord, TokensByTier, TransferLog
 from spectrumkv_sglang.payload.errors import PayloadError
 from spectrumkv_sglang.profiles.tier import Tier
-from spectrumkv_sglang.transfer.chunk_planner import BytesSent, ChunkPlanner, PlannedChunk
+from spectrumkv_sglang.transfer.chunk_planner import ChunkPlanner, PlannedChunk
 from spectrumkv_sglang.transfer.chunk_sender import ChunkSender
 from spectrumkv_sglang.transfer.chunk_state import ChunkTask
 from spectrumkv_sglang.transfer.control_channel import ControlChannels
@@ -35,10 +34,11 @@ from spectrumkv_sglang.transfer.errors import ChunkFailedError, ControlMessageEr
 from spectrumkv_sglang.transfer.handshake import Handshake
 from spectrumkv_sglang.transfer.lossless_stage import Compressing
 from spectrumkv_sglang.transfer.mooncake_writes import MooncakeWrites
+from spectrumkv_sglang.transfer.outgoing_request import NOTHING_SENT, BytesSent, ChunkCost, OutgoingRequest
 from spectrumkv_sglang.transfer.peer_fit import Destination, PeerFit
 from spectrumkv_sglang.transfer.pool_view import PoolView
 from spectrumkv_sglang.transfer.request_identity import UNKNOWN
-from spectrumkv_sglang.transfer.room_decisions import ChunkCost, RoomDecisions
+from spectrumkv_sglang.transfer.room_decisions import RoomDecisions
 from spectrumkv_sglang.transfer.sending_policy import SendingPolicy, ServedCandidates
 from spectrumkv_sglang.transfer.shared_heads import RankHeads
 from spectrumkv_sglang.transfer.slot_memory import SlotMemory
@@ -48,7 +48,6 @@ from spectrumkv_sglang.tuning.decision import Decision
 
 logger = logging.getLogger(__name__)
 
-_MOST_ROOMS = 4096
 _QUIET = (Reason.DISABLED, Reason.BYPASS, Reason.DRY_RUN)  # as configured, nothing to warn of
 _DECIDED_NATIVE = (Reason.BYPASS, Reason.DRY_RUN)
 
@@ -63,6 +62,7 @@ class OutgoingChunk:
     ``sliced``: the peers' TP sizes differ, and SGLang would send the heads that both hold, not whole pages.
     ``page_bytes`` are those that SGLang would send of each page; None: all of it.
     ``forward_done`` are CUDA events after the forward that writes the pages. ``prompt`` is the digest of the request's.
+    ``request`` is the one whose chunk it is, the same object for all of its chunks: a room id does not tell.
     """
 
     room: int
@@ -79,6 +79,7 @@ class OutgoingChunk:
     sliced: bool = False
     page_bytes: int | None = None
     prompt: int = UNKNOWN
+    request: OutgoingRequest = field(default_factory=OutgoingRequest)
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,6 @@ class PrefillRank:
         self._context = zmq.Context()
         self._keys = ControlKeys.of(config)
         self._fit = PeerFit(config, self._keys, heads)
-        self._sent: OrderedDict[tuple[int, str], BytesSent] = OrderedDict()
         self.scores: SlotScores | None = None
         self.scorer = config.make_scorer()
         self.decisions: RoomDecisions | None = None
@@ -161,7 +161,7 @@ class PrefillRank:
                 return self._go_native(chunk, GoNativeError(native_only, native_only.meaning), send_natively, started)
             if self.decisions is None:
                 return self._send(chunk, send_natively, started, None, ChunkCost())
-            with self.decisions.sending(chunk.room, chunk.session, last=chunk.last_chunk) as cost:
+            with self.decisions.sending(chunk.request, chunk.session, last=chunk.last_chunk) as cost:
                 return self._send(chunk, send_natively, started, self.decisions, cost)
         except ChunkFailedError as error:
             self._metrics.chunk_failed(chunk.room, error.cause, time.perf_counter() - started)
@@ -211,10 +211,9 @@ class PrefillRank:
         """The decision for the chunk's room. GoNativeError: it could not be taken, and nothing less is safe."""
         try:
             return decisions.decide(
-                chunk.room,
+                chunk.request,
                 chunk.session,
                 peer,
-                first=chunk.page_start == 0,
                 prompt_tokens=chunk.prefix_tokens + chunk.room_pages * self._page_size,
                 native_bytes=chunk.room_pages * self._page_bytes_of(chunk),
             )
@@ -295,7 +294,7 @@ class PrefillRank:
                 first_position=self._first_position(chunk),
                 prompt_tokens=chunk.prefix_tokens + chunk.room_pages * self._page_size,
                 slot_bytes=min(self._config.slot_bytes, peer.slot_bytes),
-                sent_before=self._sent.get((chunk.room, chunk.session), BytesSent()),
+                sent_before=chunk.request.sent.get(chunk.session, NOTHING_SENT),
                 peer_allowed_tiers=peer.allowed_tiers,
                 policy=policy,
             )
@@ -424,11 +423,9 @@ class PrefillRank:
         logger.debug("chunk of room %d: %s", chunk.room, record)
 
     def _remember_bytes(self, chunk: OutgoingChunk, record: ChunkRecord) -> None:
-        key = (chunk.room, chunk.session)
-        before = self._sent.pop(key, BytesSent())
+        before = chunk.request.sent.pop(chunk.session, NOTHING_SENT)
         if not chunk.last_chunk:
             # What a codec took off shortens the transfer; it does not raise the budget of the chunks that follow.
             packed = record.wire_bytes + record.codec_saved_bytes
-            self._sent[key] = BytesSent(before.native + record.native_bytes, before.wire + packed)
-            while len(self._sent) > _MOST_ROOMS:  # rooms that were aborted never send a last chunk
-                self._sent.popitem(last=False)
+            sent = BytesSent(before.native + record.native_bytes, before.wire + packed)
+            chunk.request.sent[chunk.session] = sent

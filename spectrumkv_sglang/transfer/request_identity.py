@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -20,19 +18,6 @@ from spectrumkv_sglang.transfer.messages import open_envelope, seal_envelope
 MAGIC = b"SKVR"
 UNKNOWN = 0
 _BYTES = 8
-
-
-@dataclass(frozen=True)
-class ChunkOrigin:
-    """What the scheduler knows of a chunk when it hands it to a worker.
-
-    Attributes:
-        prompt: digest of its request's prompt.
-        forward_done: CUDA event after the forward that writes its pages, or None.
-    """
-
-    prompt: int = UNKNOWN
-    forward_done: Any = None
 
 
 def prompt_digest(token_ids: Sequence[int] | None) -> int:

@@ -35,6 +35,7 @@ def main() -> dict[str, Any]:
     from spectrumkv_sglang.observability.metrics import TransferMetrics
     from spectrumkv_sglang.transfer.handshake import RegistrationSocket
     from spectrumkv_sglang.transfer.manager import SpectrumKVManager, SpectrumKVReceiver, SpectrumKVSender, _ChunkTap
+    from spectrumkv_sglang.transfer.outgoing_request import ChunkOrigin
     from spectrumkv_sglang.transfer.request_identity import encode_prompt
 
     pages = np.arange(PAGES, dtype=np.int32)
@@ -81,7 +82,7 @@ def main() -> dict[str, Any]:
         raw = FastQueue()
         vars(manager).update(
             current=threading.local(),
-            sending_prompt=0,
+            sending=ChunkOrigin(),
             early_send_event=None,
             scheduler_overlaps=lambda: False,
             disaggregation_mode=DisaggregationMode.PREFILL,

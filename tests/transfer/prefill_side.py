@@ -24,6 +24,7 @@ from spectrumkv_sglang.observability.metrics import TransferMetrics
 from spectrumkv_sglang.payload.codec import KVBuffers
 from spectrumkv_sglang.payload.geometry import KVGeometry
 from spectrumkv_sglang.transfer.chunk_planner import PlannedChunk
+from spectrumkv_sglang.transfer.outgoing_request import OutgoingRequest
 from spectrumkv_sglang.transfer.pool_view import PoolView
 from spectrumkv_sglang.transfer.prefill_rank import NativeResult, OutgoingChunk, PrefillRank
 from spectrumkv_sglang.transfer.sending_policy import serve_candidates
@@ -100,6 +101,7 @@ class PrefillSide:
 
         self.buffers = KVBuffers(pool(geometry.head_dim), pool(geometry.v_head_dim))
         self.view = PoolView(self.buffers, geometry, torch.device("cpu"), slots, key_angles(geometry))
+        self._requests: dict[int, OutgoingRequest] = {}
         self._registry = CollectorRegistry()
         made = SpectrumKVConfig(**{"transfer_log": log, "scorer": "random", **config})
         self.rank = PrefillRank(
@@ -127,8 +129,15 @@ class PrefillSide:
             "last_chunk": True,
             "peer": to.handshake,
             "room_is_live": lambda: True,
+            "request": changes.get("request") or self._request(room, changes.get("page_start", 0)),
         }
         return OutgoingChunk(**{**fields, **changes})
+
+    def _request(self, room: int, page_start: int) -> OutgoingRequest:
+        """The request that ``room`` stands for: a chunk at page 0 is the first of another one."""
+        if page_start == 0 or room not in self._requests:
+            self._requests[room] = OutgoingRequest()
+        return self._requests[room]
 
     def send(self, to: PeerRank, room: int, pages: Pages, **changes: Any) -> Outcome:
         native: list[int] = []

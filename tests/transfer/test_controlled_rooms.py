@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,10 +54,12 @@ def link_is(source: PrefillSide, rank: PeerRank, rate: float) -> None:
         decisions.controller.link_sample(rank.peer.session, 64e6, 64e6 / rate, False)
 
 
-def send(source: PrefillSide, rank: PeerRank, room: int, rows: int = 320) -> tuple[Outcome, list[int], list[int]]:
+def send(
+    source: PrefillSide, rank: PeerRank, room: int, rows: int = 320, **chunk: Any
+) -> tuple[Outcome, list[int], list[int]]:
     pages = source.some_pages(rows)
     room_pages = rank.open_room(room, len(pages))
-    return source.send(rank, room, pages), pages, room_pages
+    return source.send(rank, room, pages, **chunk), pages, room_pages
 
 
 def plan_of(source: PrefillSide, rank: PeerRank, room: int, pages: list[int], profile: str, budget: float) -> Any:
@@ -102,10 +105,9 @@ def test_a_requests_accuracy_holds_for_its_room_alone(make_rank: MakeRank, make_
     send(source, rank, 1)
     chosen = []
     for room, parameters in ((2, {"max_kl": 0.001}), (3, {"max_kl": 0}), (4, {"max_kl": "0.001"}), (5, None)):
-        decisions.expect(room, parameters)
+        request = decisions.expect(room, parameters)
         link_is(source, rank, 0.001 * GBPS)
-        outcome, _, _ = send(source, rank, room)
-        decisions.forget(room)
+        outcome, _, _ = send(source, rank, room, request=request)
         assert outcome.record is not None
         assert outcome.code == 0
         chosen.append((outcome.record["candidate"], outcome.record["decision"]))
@@ -132,6 +134,58 @@ def test_a_rooms_chunks_keep_its_candidate_and_the_next_room_of_the_id_does_not(
         assert (outcome.reason, outcome.record["candidate"]) == ("tiered", "spectrum-paper@0.2")
     aborted = source.send(rank, 2, pages[:200], room_pages=320, last_chunk=False)
     assert aborted.reason == "bypass"
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_requests_of_one_room_id_keep_their_own_limits(
+    make_rank: MakeRank, make_prefill: MakePrefill, order: tuple[int, int]
+) -> None:
+    """One comes while the other waits, of the same or another decode rank, and the first to be sent ends first."""
+    ranks, source = (make_rank(), make_rank()), make_prefill(**controlled())
+    decisions = source.rank.decisions
+    assert decisions is not None
+    limits = ({"max_kl": 0}, None)
+    requests = [decisions.expect(7, parameters) for parameters in limits]
+    chosen = {}
+    for number in order:
+        link_is(source, ranks[number], 0.001 * GBPS)
+        outcome, _, _ = send(source, ranks[number], 7, request=requests[number])
+        assert (outcome.code, outcome.failures) == (0, {})
+        assert outcome.record is not None
+        chosen[number] = outcome.record["candidate"]
+    assert chosen[0] in ("native", "native-packed@1")
+    assert chosen[1] == "spectrum-paper@0.2"
+
+
+def test_what_an_aborted_request_sent_and_decided_is_not_the_next_ones_of_its_room_id(
+    make_rank: MakeRank, make_prefill: MakePrefill
+) -> None:
+    rank, source = make_rank(), make_prefill(**controlled())
+    decisions = source.rank.decisions
+    assert decisions is not None
+    send(source, rank, 1)
+    link_is(source, rank, 1000 * GBPS)
+    pages = source.some_pages(320)
+    rank.open_room(7, len(pages))
+    aborted = decisions.expect(7, None)
+    begun = source.send(rank, 7, pages[:200], room_pages=320, last_chunk=False, request=aborted)
+    assert begun.record is not None
+    assert begun.reason == "bypass"
+    assert aborted.sent[rank.peer.session].wire == begun.record["wire_bytes"]
+    gone = weakref.ref(aborted)
+    del aborted
+    assert gone() is None  # nothing of this package keeps it
+    rank.ask("close_room", room=7)
+
+    outcomes = []
+    for room in (7, 8):
+        link_is(source, rank, 0.001 * GBPS)
+        outcome, _, _ = send(source, rank, room, request=decisions.expect(room, None))
+        assert outcome.record is not None
+        outcomes.append((outcome.reason, *(outcome.record[name] for name in ("candidate", "achieved_b", "decision"))))
+        rank.ask("close_room", room=room)
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[0][:2] == ("tiered", "spectrum-paper@0.2")
 
 
 def test_a_dry_run_decides_and_sends_natively(make_rank: MakeRank, make_prefill: MakePrefill) -> None:

@@ -14,6 +14,7 @@ from prefill_side import PrefillSide, assert_arrived, idle, next_room
 from spectrumkv_sglang.kernels.checksum import payload_checksum
 from spectrumkv_sglang.lossless.codec import CodecName, make_codec
 from spectrumkv_sglang.transfer.messages import Close, Done, Failed, encode
+from spectrumkv_sglang.transfer.outgoing_request import OutgoingRequest
 from spectrumkv_sglang.transfer.slot_memory import Placement
 
 pytestmark = pytest.mark.timeout(150)
@@ -157,10 +158,11 @@ def test_what_a_codec_takes_off_is_not_spent_on_later_chunks(
     on_a_link_of(source, monkeypatch, SLOW)
     pages = source.some_pages(100)
     rank.open_room(1, len(pages))
-    first = source.send(rank, 1, pages[:60], last_chunk=False, room_pages=len(pages))
+    request = OutgoingRequest()
+    first = source.send(rank, 1, pages[:60], last_chunk=False, room_pages=len(pages), request=request)
     assert first.record is not None
     assert first.record["codec_saved_bytes"] > 0
-    [sent] = source.rank._sent.values()
+    [sent] = request.sent.values()
     assert sent.wire == first.record["wire_bytes"] + first.record["codec_saved_bytes"] > sent.native
 
 
