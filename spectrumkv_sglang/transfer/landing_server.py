@@ -392,7 +392,7 @@ class LandingServer:
         self._jobs.put((key, job, chunk.view))
 
     def _prolong(self, chunk: _OpenChunk) -> None:
-        """Begin its lease anew; not once its room has closed, or a peer that goes on talking holds the slots for ever."""
+        """Begin its lease anew; not once its room has closed, or a peer that goes on talking would keep the slots."""
         if self._room_is_open(chunk):
             chunk.last_seen = self._clock()
 
