@@ -51,7 +51,10 @@ class ZstdCodec(LosslessCodec):
         data = source[1:].numpy().data
         try:
             # Looked at first: the library allocates whatever the header says.
-            require_same_size(self.name, zstandard.get_frame_parameters(data).content_size, out.numel())
+            inside = zstandard.get_frame_parameters(data).content_size
+            if inside == zstandard.CONTENTSIZE_UNKNOWN:
+                raise PayloadError("zstd payload: expected the content's size in the frame's header, got none")
+            require_same_size(self.name, inside, out.numel())
             content = self._decompressor().decompress(data, max_output_size=out.numel(), allow_extra_data=False)
         except (zstandard.ZstdError, ValueError) as error:
             raise PayloadError(f"zstd payload: {error}") from error

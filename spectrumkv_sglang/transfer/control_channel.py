@@ -11,7 +11,8 @@ from spectrumkv_sglang.observability.reasons import FailureCause, Reason
 from spectrumkv_sglang.transfer.control_keys import ControlKeys
 from spectrumkv_sglang.transfer.errors import ChunkFailedError, GoNativeError
 from spectrumkv_sglang.transfer.messages import (
-    MAX_MESSAGE_BYTES,
+    MAX_ANSWER_BYTES,
+    MOST_UNREAD_MESSAGES,
     DecodeMessage,
     PrefillMessage,
     decode_from_decode,
@@ -39,7 +40,8 @@ class ControlChannel:
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDTIMEO, _SEND_TIMEOUT_MS)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_ANSWER_BYTES)
+        self._socket.setsockopt(zmq.RCVHWM, MOST_UNREAD_MESSAGES)
         if keys is not None:
             self._socket.setsockopt(zmq.CURVE_SERVERKEY, keys.decode.public)
             self._socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.prefill.public)

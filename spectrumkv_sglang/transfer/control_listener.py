@@ -12,7 +12,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from spectrumkv_sglang.errors import SpectrumKVError
 from spectrumkv_sglang.transfer.control_keys import ControlKeys
-from spectrumkv_sglang.transfer.messages import MAX_MESSAGE_BYTES
+from spectrumkv_sglang.transfer.messages import MAX_MESSAGE_BYTES, MOST_UNREAD_MESSAGES
 
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _ZAP_DOMAIN = b"spectrumkv"
@@ -48,6 +48,7 @@ class ControlListener:
         self.socket = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self.socket.setsockopt(zmq.RCVHWM, MOST_UNREAD_MESSAGES)
         self.socket.setsockopt(zmq.IPV6, int(":" in bind_host))
         self._zap: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None

@@ -279,6 +279,7 @@ class LandingServer:
                 message.room, message.page_start, message.page_count, message.prompt
             )
         except PayloadError as error:
+            self._reject_garbage(f"OPEN of room {message.room}: {error}")
             self._reply(key, Refused(key[1], Reason.CONTROL_ERROR.value, str(error)))
             return
         except ChunkFailedError as error:
@@ -304,7 +305,10 @@ class LandingServer:
         self._waiting.append(_Waiting(key, chunk, self._clock() + wait))
 
     def _named_heads(self, message: Open) -> PoolView | None:
-        """The part of our pool that the chunk may be written to; None: we do not have these heads."""
+        """The part of our pool that the chunk may be written to; None: we do not have these heads, or no even split
+        gives them. Kernels are compiled for each number of heads, and views of few parts are kept."""
+        if self._view.geometry.kv_heads % message.heads or message.first_head % message.heads:
+            return None
         try:
             return self._view.of_heads(message.first_head, message.heads)
         except PayloadError:
@@ -392,7 +396,7 @@ class LandingServer:
         self._jobs.put((key, job, chunk.view))
 
     def _prolong(self, chunk: _OpenChunk) -> None:
-        """Begin its lease anew; not once its room has closed, or a peer that goes on talking holds the slots for ever."""
+        """Begin its lease anew; not once its room has closed, or a peer that goes on talking would keep the slots."""
         if self._room_is_open(chunk):
             chunk.last_seen = self._clock()
 

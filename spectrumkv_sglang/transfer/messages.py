@@ -26,6 +26,8 @@ from spectrumkv_sglang.transfer.errors import ControlMessageError, quoted
 MAGIC = b"SKVC"
 PROTOCOL_VERSION = 6
 MAX_MESSAGE_BYTES = 4 << 20
+MAX_ANSWER_BYTES = 64 << 10  # of a decode rank: its longest has two texts
+MOST_UNREAD_MESSAGES = 64  # of one peer; a chunk has three times MOST_GRANTED_SLOTS under way at most
 MOST_GRANTED_SLOTS = 16  # a chunk's pipeline keeps no more busy
 MOST_UNPACK_SECONDS = 3600.0
 _ENVELOPE = struct.Struct("<4sHH")

@@ -103,6 +103,33 @@ def test_a_zstd_frame_that_claims_more_is_refused_before_anything_is_allocated()
         made(CodecName.zstd).decompress(bytes_of(b"\x01" + claims_a_terabyte), torch.empty(64, dtype=torch.uint8))
 
 
+ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+SIZE = 64 * 1024
+FRAME = zstandard.ZstdCompressor().compress(bytes(SIZE))
+RLE_BLOCKS = ((1 << 1) | (128 * 1024) << 3).to_bytes(3, "little") + b"A"
+HOSTILE_FRAMES = {
+    "no size": (zstandard.ZstdCompressor(write_content_size=False).compress(bytes(SIZE)), "size in the frame's header"),
+    "a dictionary": (ZSTD_MAGIC + b"\xe3" + (77).to_bytes(4, "little") + SIZE.to_bytes(8, "little"), "zstd payload: "),
+    "skipped": (b"\x50\x2a\x4d\x18" + SIZE.to_bytes(4, "little") + bytes(SIZE), "zstd payload: "),
+    "skipped first": (b"\x50\x2a\x4d\x18" + (4).to_bytes(4, "little") + bytes(4) + FRAME, "got 4"),
+    "empty first": (zstandard.ZstdCompressor().compress(b"") + FRAME, "got 0"),
+    "twice": (FRAME + FRAME, "unused data"),
+    "a window of 2 TiB": (ZSTD_MAGIC + b"\xc0\xf8" + SIZE.to_bytes(8, "little"), "zstd payload: "),
+    "a bomb": (ZSTD_MAGIC + b"\xe0" + SIZE.to_bytes(8, "little") + RLE_BLOCKS * 8000, "zstd payload: "),
+    "nothing": (b"", "zstd payload: "),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE_FRAMES)
+def test_a_zstd_frame_that_no_codec_of_ours_makes_is_refused(what: str) -> None:
+    frame, said = HOSTILE_FRAMES[what]
+    for planes in ELEMENT_BYTES:
+        out = torch.zeros(SIZE, dtype=torch.uint8)
+        with pytest.raises(PayloadError, match=said):
+            made(CodecName.zstd).decompress(bytes_of(bytes([planes]) + frame), out)
+        assert not out.any()
+
+
 def test_a_codec_without_its_package_is_named_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
     assert make_codec(CodecName.none) is None
     assert "zstd" in installed_codecs()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -21,9 +21,17 @@ from spectrumkv_sglang.observability.metrics import TransferMetrics
 from spectrumkv_sglang.observability.reasons import Reason
 from spectrumkv_sglang.payload.codec import KVBuffers
 from spectrumkv_sglang.transfer.control_channel import ControlChannels
+from spectrumkv_sglang.transfer.control_listener import ControlListener
 from spectrumkv_sglang.transfer.decode_rank import DecodeRank
 from spectrumkv_sglang.transfer.errors import ControlMessageError, GoNativeError
-from spectrumkv_sglang.transfer.messages import Close, Done, encode
+from spectrumkv_sglang.transfer.messages import (
+    MAX_ANSWER_BYTES,
+    MOST_UNREAD_MESSAGES,
+    Close,
+    Done,
+    Refused,
+    encode,
+)
 from spectrumkv_sglang.transfer.pool_view import PoolView
 
 pytestmark = pytest.mark.timeout(60)
@@ -95,6 +103,68 @@ def test_a_flood_of_other_messages_does_not_outlast_the_timeout(context: Any) ->
         router.send_multipart([identity, encode(Done(7, 0, 0, 1, 0.0))])
     assert channel.receive(9, timeout=0.05) is None
     assert 0 < channel.stale_messages < 100_000
+    channels.close()
+
+
+def taken_unread(send: Callable[[bytes], Any]) -> int:
+    """How many frames of 60 KiB a peer gets rid of before somebody reads them."""
+    frames, waited = 0, 0
+    while waited < 20 and frames < 1000:
+        try:
+            send(b"x" * (60 << 10))
+            frames, waited = frames + 1, 0
+        except zmq.Again:
+            waited += 1
+            time.sleep(0.02)
+    return frames
+
+
+def test_what_decode_does_not_read_waits_with_its_sender(context: Any) -> None:
+    """A flood must not fill decode's memory while its control thread is busy; the kernel's buffers take some MB."""
+    listener = ControlListener(context, bind_host=HOST, advertised_host=HOST)
+    flooding, other = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
+    flooding.setsockopt(zmq.SNDHWM, 1)
+    for socket in (flooding, other):
+        socket.connect(listener.endpoint)
+    taken = taken_unread(lambda frame: flooding.send(frame, zmq.NOBLOCK))
+    assert MOST_UNREAD_MESSAGES <= taken < 700
+    other.send(b"of another peer")
+    got = []
+    while listener.socket.poll(1000):
+        got.append(len(listener.socket.recv_multipart()[1]))
+    assert sorted(got) == [len(b"of another peer"), *[60 << 10] * taken]
+
+
+def test_what_prefill_does_not_read_waits_with_decode(context: Any) -> None:
+    router = context.socket(zmq.ROUTER)
+    router.setsockopt(zmq.SNDHWM, 1)
+    router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    channels = ControlChannels(context)
+    channel = channels.get(f"tcp://127.0.0.1:{port}")
+    channel.send(Close(1, []))
+    identity, _ = router.recv_multipart()
+    taken = taken_unread(lambda frame: router.send_multipart([identity, frame], zmq.NOBLOCK))
+    assert MOST_UNREAD_MESSAGES <= taken < 700
+    channels.close()
+
+
+def test_an_answer_longer_than_any_of_decode_is_not_read(context: Any) -> None:
+    router = context.socket(zmq.ROUTER)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    channels = ControlChannels(context)
+    channel = channels.get(f"tcp://127.0.0.1:{port}")
+    longest = Refused(9, "\N{PILE OF POO}" * 2048, "\N{PILE OF POO}" * 2048)
+    channel.send(Close(1, []))
+    identity, _ = router.recv_multipart()
+    router.send_multipart([identity, encode(longest)])
+    assert channel.receive(9, timeout=10) == longest
+    router.send_multipart([identity, b"x" * (MAX_ANSWER_BYTES + 1)])
+    assert channel.receive(9, timeout=0.2) is None
+    assert channel.frame_bytes < MAX_ANSWER_BYTES
+    channels.drop(channel.endpoint)  # as a sender does with a channel whose answer did not come
+    channels.get(channel.endpoint).send(Close(2, []))
+    assert router.poll(10_000)
     channels.close()
 
 

@@ -171,6 +171,7 @@ def test_a_wrong_precision_table_is_refused(
     answer = raw.ask(raw.opening(1, 4, table=table))
     assert isinstance(answer, Refused)
     assert answer.code == "control_error"
+    assert rank.counters() == {"garbage": 1}
     assert idle(rank)
 
 

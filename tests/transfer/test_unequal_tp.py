@@ -187,7 +187,20 @@ def test_a_head_range_that_decode_does_not_have_is_refused(
     make_rank: MakeRank, make_prefill: MakePrefill, make_raw: MakeRaw, first: int, count: int
 ) -> None:
     """Outside the pool, or of another number of heads than the geometry's digest says."""
-    part = heads(2, 1)
+    refuses_heads(make_rank, make_prefill, make_raw, heads(2, 1), first, count)
+
+
+@pytest.mark.parametrize("part", [RankHeads(1, 2, TOTAL), RankHeads(0, 3, TOTAL), RankHeads(1, 3, TOTAL)], ids=str)
+def test_a_head_range_that_no_split_gives_is_refused(
+    make_rank: MakeRank, make_prefill: MakePrefill, make_raw: MakeRaw, part: RankHeads
+) -> None:
+    """Of which a peer could name hundreds, each with kernels and a view of its own."""
+    refuses_heads(make_rank, make_prefill, make_raw, part, part.first, part.count)
+
+
+def refuses_heads(
+    make_rank: MakeRank, make_prefill: MakePrefill, make_raw: MakeRaw, part: RankHeads, first: int, count: int
+) -> None:
     rank = make_rank(MODEL, heads=heads(1, 0))
     source = make_prefill(of(MODEL, part), heads=part)
     raw, pages = make_raw(source, rank), source.some_pages(8)
@@ -199,7 +212,7 @@ def test_a_head_range_that_decode_does_not_have_is_refused(
     assert idle(rank)
 
 
-@pytest.mark.parametrize("first", [0, 1, 2])
+@pytest.mark.parametrize("first", [0, 2])
 def test_a_commit_writes_the_heads_of_its_open_and_no_other(
     make_rank: MakeRank, make_prefill: MakePrefill, make_raw: MakeRaw, first: int
 ) -> None:
