@@ -24,7 +24,7 @@ from spectrumkv_sglang.payload.precision_table import MAX_TIERS
 from spectrumkv_sglang.transfer.errors import ControlMessageError
 
 MAGIC = b"SKVC"
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 MAX_MESSAGE_BYTES = 4 << 20
 MOST_GRANTED_SLOTS = 16  # a chunk's pipeline keeps no more busy
 MOST_UNPACK_SECONDS = 3600.0
