@@ -213,6 +213,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, help="directory of the model; SmolLM2 by default")
     parser.add_argument("--out", type=Path, required=True, help="folder for logs and results")
     parser.add_argument("--requests", type=int, default=6, help="of each pair after a change")
+    parser.add_argument("--steps", type=int, default=len(STEPS), help="only the first so many")
     parser.add_argument("--ready-seconds", type=float, default=READY_TIMEOUT_SECONDS, help="for a step's servers")
     options = parser.parse_args()
     out, machine = made(options.out), this_machine()
@@ -224,7 +225,7 @@ def main() -> int:
         fleet = stack.enter_context(Fleet())
         model = options.model or fetch_model(Path("build/models"))
         cluster = MixedCluster(model, out, fleet, options.ready_seconds)
-        for step in STEPS:
+        for step in STEPS[: options.steps]:
             found, change = run_step(cluster, step, options.requests)
             rows += found
             changes.append(change)

@@ -209,12 +209,17 @@ def _read_metadata(original: Any, cls: Any, msg: list[bytes]) -> Any:
     return info
 
 
-def _mark(transfer: Any, req: Any) -> None:
+def _mark(transfer: Any, req: Any, scheduler: Any) -> None:
     """Tell our sender or receiver whose KV it carries."""
+    from spectrumkv_sglang.observability.once import log_once
     from spectrumkv_sglang.transfer.request_identity import prompt_digest
 
     if hasattr(transfer, "spectrumkv_prompt"):
-        transfer.spectrumkv_prompt = prompt_digest(compat.request_prompt(req))
+        adapter = compat.request_adapter(req, scheduler)
+        if adapter is None:
+            what = "the name of a request's LoRA adapter is not known: its KV is told from others' by its room id alone"
+            log_once(logger, logging.WARNING, "adapter-unknown", what)
+        transfer.spectrumkv_prompt = prompt_digest(compat.request_prompt(req), adapter)
         _trace_request(req)
 
 
@@ -246,7 +251,7 @@ def _trace_request(req: Any) -> None:
 def _mark_receiver(original: Any, queue: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
     """Before decode tells prefill the pages of the request."""
     decode_request = original(queue, req, *args, **kwargs)
-    _mark(getattr(decode_request, "kv_receiver", None), req)
+    _mark(getattr(decode_request, "kv_receiver", None), req, getattr(queue, "scheduler", None))
     return decode_request
 
 
@@ -286,7 +291,7 @@ def _expect_request(original: Any, queue: Any, req: Any, *args: Any, **kwargs: A
             expected = expect(room, f"unreadable: {type(error).__name__}")
     made = original(queue, req, *args, **kwargs)
     sender = getattr(req, "disagg_kv_sender", None)
-    _mark(sender, req)
+    _mark(sender, req, getattr(queue, "scheduler", None))
     if hasattr(sender, "spectrumkv_request"):
         sender.spectrumkv_request = expected
     return made

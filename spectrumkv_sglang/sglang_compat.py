@@ -244,6 +244,21 @@ def request_prompt(req: Any) -> Any:
     return getattr(req, "origin_input_ids", None)
 
 
+def request_adapter(req: Any, scheduler: Any) -> str | None:
+    """Name of the LoRA adapter that SGLang's Req is computed with; "": none; None: its Scheduler does not tell.
+
+    Req has the id only (0.5.16 to 0.5.23): `LoRARef.deterministic_id` of name and path for ``--lora-paths``, random for
+    an adapter that was loaded later.
+    """
+    lora_id = getattr(req, "lora_id", None)
+    if lora_id is None:
+        return ""
+    try:
+        return str(scheduler.tp_worker.model_runner.lora_manager.lora_refs[lora_id].lora_name)
+    except (AttributeError, KeyError, TypeError):
+        return None
+
+
 def request_parameters(req: Any, name: str) -> Any:
     """What a request carries as ``custom_params[name]`` of its sampling parameters; None: nothing.
 

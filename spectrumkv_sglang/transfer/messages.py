@@ -24,7 +24,7 @@ from spectrumkv_sglang.payload.precision_table import MAX_TIERS
 from spectrumkv_sglang.transfer.errors import ControlMessageError, quoted
 
 MAGIC = b"SKVC"
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_ANSWER_BYTES = 64 << 10  # of a decode rank: its longest has two texts
 MOST_UNREAD_MESSAGES = 64  # of one peer; a chunk has three times MOST_GRANTED_SLOTS under way at most

@@ -1,8 +1,11 @@
-"""Which request KV belongs to, where its room id does not say: a digest of the prompt, which both sides know.
+"""Which KV a room is for, where its room id does not say: a digest of what made it, which both sides know.
 
 SGLang tells transfers apart by their room id alone. When an id is used again while the former request lives on (its
 client has left, SGLang goes on for seconds), prefill finds the new request's pages under the id, and the former one's
-KV and first token would go there. KV of an equal prompt is equal, so the digest is all that has to agree.
+KV and first token would go there. KV of an equal prompt under an equal LoRA adapter is equal, so their digest is all
+that has to agree. Adapters count by the name that clients call them by: SGLang's own ids hold the path that a server
+read the adapter from, or are random, and so differ between prefill and decode. SGLang's ``extra_key`` and
+``cache_salt`` keep prefix caches apart but change no KV; they are not in it.
 """
 
 from __future__ import annotations
@@ -20,12 +23,17 @@ UNKNOWN = 0
 _BYTES = 8
 
 
-def prompt_digest(token_ids: Sequence[int] | None) -> int:
-    """64-bit digest of a prompt, never `UNKNOWN`; `UNKNOWN` for None."""
-    if token_ids is None:
+def prompt_digest(token_ids: Sequence[int] | None, adapter: str | None = "") -> int:
+    """64-bit digest of a prompt under a LoRA adapter, never `UNKNOWN`; `UNKNOWN` where either is None.
+
+    Args:
+        adapter: its name; "": the base model.
+    """
+    if token_ids is None or adapter is None:
         return UNKNOWN
     raw = np.asarray(token_ids, dtype="<i8").tobytes()
-    return int.from_bytes(hashlib.blake2b(raw, digest_size=_BYTES).digest(), "little") or 1
+    key = hashlib.blake2b(adapter.encode()).digest() if adapter else b""
+    return int.from_bytes(hashlib.blake2b(raw, digest_size=_BYTES, key=key).digest(), "little") or 1
 
 
 def may_be_same(ours: int, theirs: int) -> bool:

@@ -22,14 +22,22 @@ def main() -> dict[str, Any]:
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
+    from array import array
+
     import numpy as np
+    import torch
     from decode_process import counted
     from prometheus_client import CollectorRegistry
     from sglang.srt.disaggregation.base.conn import KVPoll
     from sglang.srt.disaggregation.common.utils import FastQueue
     from sglang.srt.disaggregation.mooncake.conn import TransferInfo
     from sglang.srt.disaggregation.utils import DisaggregationMode
+    from sglang.srt.lora.lora_registry import LoRARef
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
+    from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
     from sglang.srt.observability.trace import TraceNullContext
+    from sglang.srt.sampling.sampling_params import SamplingParams
 
     from spectrumkv_sglang import plugin
     from spectrumkv_sglang.observability.metrics import TransferMetrics
@@ -40,10 +48,35 @@ def main() -> dict[str, Any]:
 
     pages = np.arange(PAGES, dtype=np.int32)
 
-    def marked(kind: type, token_ids: list[int], **fields: Any) -> Any:
+    first, second = [1, 2, 3, 4, 5], [1, 2, 3, 4, 6]
+
+    def server(*adapters: LoRARef) -> Any:
+        """A scheduler, as far as it tells of adapters."""
+        manager = SimpleNamespace(lora_refs={adapter.lora_id: adapter for adapter in adapters})
+        return SimpleNamespace(tp_worker=SimpleNamespace(model_runner=SimpleNamespace(lora_manager=manager)))
+
+    def marked(kind: type, token_ids: list[int], scheduler: Any = None, **fields: Any) -> Any:
         transfer = kind.__new__(kind)
-        plugin._mark(transfer, SimpleNamespace(origin_input_ids=token_ids, output_ids=[], **fields))
+        plugin._mark(transfer, SimpleNamespace(origin_input_ids=token_ids, output_ids=[], **fields), scheduler)
         return transfer
+
+    def adapted(kind: type, adapter: str | None) -> Any:
+        """Of ``first`` under an adapter that each server has loaded itself, under a random id."""
+        refs = {name: LoRARef(lora_name=name, lora_path="/adapters") for name in ("law", "verse")}
+        lora_id = refs[adapter].lora_id if adapter is not None else None
+        return marked(kind, first, server(*refs.values()), lora_id=lora_id)
+
+    def cached_for(adapter: str | None, other: str | None) -> list[int]:
+        """Pool slots that SGLang's prefix cache gives a request of ``other`` after one of ``adapter``, whose
+        importance and KV lie in slots 0 to 4."""
+        cache = RadixCache.create_simulated()
+
+        def key(lora_id: str | None) -> RadixKey:
+            request = Req("r", "", array("q", first), SamplingParams(), lora_id=lora_id)
+            return RadixKey(request.origin_input_ids, extra_key=request.extra_key)
+
+        cache.insert(InsertParams(key=key(adapter), value=torch.arange(len(first))))
+        return list(cache.match_prefix(MatchPrefixParams(key=key(other))).device_indices.tolist())
 
     def waiting(receiver: Any, *, plain: bool = False) -> Any:
         """Decode's pages as prefill learns of them."""
@@ -132,13 +165,19 @@ def main() -> dict[str, Any]:
         assert list(reasons) == [ROOM]
         return [*polls, int(KVPoll.Failed)]
 
-    first, second = [1, 2, 3, 4, 5], [1, 2, 3, 4, 6]
     own, other = marked(SpectrumKVReceiver, first), marked(SpectrumKVReceiver, second)
     return {
         "own": worked(marked(SpectrumKVSender, first), waiting(own)),
         "other's": worked(marked(SpectrumKVSender, first), waiting(other)),
         "other's, once it is queued": worked(marked(SpectrumKVSender, first), waiting(own), waiting(other)),
         "plain decode": worked(marked(SpectrumKVSender, first), waiting(own, plain=True)),
+        "same adapter": worked(adapted(SpectrumKVSender, "law"), waiting(adapted(SpectrumKVReceiver, "law"))),
+        "other adapter": worked(adapted(SpectrumKVSender, "law"), waiting(adapted(SpectrumKVReceiver, "verse"))),
+        "base model": worked(adapted(SpectrumKVSender, None), waiting(adapted(SpectrumKVReceiver, "law"))),
+        "unknown adapter": worked(
+            marked(SpectrumKVSender, first, server(), lora_id="0"), waiting(adapted(SpectrumKVReceiver, "law"))
+        ),
+        "cached": [cached_for(*names) for names in (("law", "law"), ("law", "verse"), (None, "law"), ("law", None))],
         "forgotten": [forgotten(SpectrumKVSender), forgotten(SpectrumKVReceiver)],
         "images": worked(marked(SpectrumKVSender, first, multimodal_inputs=object()), waiting(other)),
     }

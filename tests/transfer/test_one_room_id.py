@@ -35,6 +35,13 @@ def test_prompts_that_differ_have_different_digests() -> None:
     assert prompt_digest(range(5000)) == digests[-1]
 
 
+def test_adapters_that_differ_have_different_digests() -> None:
+    digests = [prompt_digest([1, 2], adapter) for adapter in ("", "a", "b", "ab", "a" * 65)]
+    assert len({*digests, prompt_digest([1], "a"), prompt_digest([1, 2, ord("a")])}) == len(digests) + 2
+    assert digests[0] == prompt_digest([1, 2])
+    assert prompt_digest([1, 2], None) == UNKNOWN
+
+
 def test_only_known_and_different_prompts_are_told_apart() -> None:
     assert [may_be_same(*pair) for pair in ((5, 5), (5, 6), (5, UNKNOWN), (UNKNOWN, 6))] == [True, False, True, True]
 
@@ -88,12 +95,31 @@ def test_neither_kv_nor_the_first_token_goes_to_another_request(cases: dict[str,
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("case", ["other adapter", "base model"])
+def test_one_prompt_under_another_adapter_is_another_request(cases: dict[str, Any], case: str) -> None:
+    refused = {"kv": -1, "first token": -1, "prompts": [], "failures": {"other_request": 2}, "banned": []}
+    assert cases[case] == refused
+
+
+@pytest.mark.timeout(300)
+def test_one_adapter_may_have_another_id_on_each_server(cases: dict[str, Any]) -> None:
+    assert (cases["same adapter"]["kv"], cases["same adapter"]["first token"]) == (0, 0)
+    assert cases["same adapter"]["prompts"] == [prompt_digest([1, 2, 3, 4, 5], "law")]
+
+
+@pytest.mark.timeout(300)
+def test_adapters_share_no_pool_slots_and_so_no_importance(cases: dict[str, Any]) -> None:
+    """Importance is kept by pool slot; SGLang's prefix cache gives none to a request of another adapter."""
+    assert cases["cached"] == [[0, 1, 2, 3, 4], [], [], []]
+
+
+@pytest.mark.timeout(300)
 def test_a_room_that_the_other_request_has_ended_fails_and_the_scheduler_goes_on(cases: dict[str, Any]) -> None:
     for first, second, failed in cases["forgotten"]:
         assert first == second == failed
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("case", ["plain decode", "images"])
+@pytest.mark.parametrize("case", ["plain decode", "images", "unknown adapter"])
 def test_where_one_side_does_not_know_the_prompt_nothing_is_refused(cases: dict[str, Any], case: str) -> None:
     assert (cases[case]["kv"], cases[case]["first token"], cases[case]["failures"]) == (0, 0, {})
