@@ -24,6 +24,8 @@ from spectrumkv_sglang.verification.fingerprint import FingerprintError
 pytestmark = pytest.mark.timeout(150)
 
 GBPS = 1e9 / 8
+SLOW = 1e-5 * GBPS
+"""So slow that a room takes minutes: seconds that packing takes on a busy machine decide nothing."""
 CANDIDATES = [
     {"profile": "native-packed", "budget": 1.0, "kl": 0.0},
     {"profile": "spectrum-safe", "budget": 0.52, "kl": 0.0001},
@@ -46,11 +48,17 @@ def controlled(**controller: Any) -> dict[str, Any]:
 
 
 def link_is(source: PrefillSide, rank: PeerRank, rate: float) -> None:
-    """Let the controller believe in a link of ``rate`` bytes a second."""
+    """Let the controller believe in a link that has had ``rate`` bytes a second since just now.
+
+    A far slower one comes between, so that the rate is a new one whatever the writes so far were seen to do, which on a
+    busy machine may be nothing: what rooms were learnt to take over the former link is forgotten then.
+    """
     decisions = source.rank.decisions
     assert decisions is not None
-    for _ in range(3):
-        decisions.controller.link_sample(rank.peer.session, 64e6, 64e6 / rate, False)
+    for taught in (rate / 1e3, rate):
+        for _ in range(3):
+            decisions.controller.link_sample(rank.peer.session, 64e6, 64e6 / taught, False)
+    assert decisions.controller.bandwidths() == pytest.approx((rate, rate))
 
 
 def send(source: PrefillSide, rank: PeerRank, room: int, rows: int = 320) -> tuple[Outcome, list[int], list[int]]:
@@ -79,7 +87,7 @@ def test_candidates_change_between_rooms_and_everything_arrives(make_rank: MakeR
     assert_arrived(source, pages, rank, room_pages, plan_of(source, rank, 1, pages, "spectrum-safe", 0.52))
     rank.ask("close_room", room=1)
 
-    link_is(source, rank, 0.001 * GBPS)
+    link_is(source, rank, SLOW)
     outcome, pages, room_pages = send(source, rank, 2)
     assert outcome.record is not None
     assert (outcome.code, outcome.reason, outcome.failures) == (0, "tiered", {})
@@ -103,7 +111,7 @@ def test_a_requests_accuracy_holds_for_its_room_alone(make_rank: MakeRank, make_
     chosen = []
     for room, parameters in ((2, {"max_kl": 0.001}), (3, {"max_kl": 0}), (4, {"max_kl": "0.001"}), (5, None)):
         decisions.expect(room, parameters)
-        link_is(source, rank, 0.001 * GBPS)
+        link_is(source, rank, SLOW)
         outcome, _, _ = send(source, rank, room)
         decisions.forget(room)
         assert outcome.record is not None
@@ -121,7 +129,7 @@ def test_a_rooms_chunks_keep_its_candidate_and_the_next_room_of_the_id_does_not(
 ) -> None:
     rank, source = make_rank(), make_prefill(**controlled())
     send(source, rank, 1)
-    link_is(source, rank, 0.001 * GBPS)
+    link_is(source, rank, SLOW)
     pages = source.some_pages(320)
     rank.open_room(2, len(pages))
     first = source.send(rank, 2, pages[:200], room_pages=320, last_chunk=False)
@@ -136,7 +144,7 @@ def test_a_rooms_chunks_keep_its_candidate_and_the_next_room_of_the_id_does_not(
 
 def test_a_dry_run_decides_and_sends_natively(make_rank: MakeRank, make_prefill: MakePrefill) -> None:
     rank, source = make_rank(), make_prefill(**controlled(dry_run=True))
-    link_is(source, rank, 0.001 * GBPS)
+    link_is(source, rank, SLOW)
     outcome, _, _ = send(source, rank, 1)
     assert outcome.record is not None
     assert (outcome.went_native, outcome.reason) == (True, "dry_run")
@@ -157,8 +165,8 @@ def test_the_link_is_measured_by_the_writes_themselves(make_rank: MakeRank, make
         assert outcome.record is not None
         assert outcome.record["decision"] == "no_sample"
     assert rates is not None
-    # Loopback TCP of small payloads: somewhere between a slow link and memory.
-    assert 0.01 * GBPS < rates[0] < 400 * GBPS
+    # Loopback TCP of small payloads, the writer kept waiting for a core: anything below what memory can do.
+    assert 1e-4 * GBPS < rates[0] < 400 * GBPS
     again, _, _ = send(source, rank, rooms + 1)
     assert again.record is not None
     assert again.record["decision"] != "no_sample"
@@ -217,7 +225,7 @@ def test_a_decode_rank_that_forbids_the_low_tier_gets_none_of_it(
 ) -> None:
     rank = make_rank(allowed_tiers=["high", "mid"], profile="int8", budget=0.6)
     source = make_prefill(**controlled(safe="native-packed@1"))
-    link_is(source, rank, 0.001 * GBPS)
+    link_is(source, rank, SLOW)
     outcome, pages, room_pages = send(source, rank, 1)
     assert outcome.record is not None
     assert (outcome.record["candidate"], outcome.reason) == ("spectrum-safe@0.52", "tiered")
