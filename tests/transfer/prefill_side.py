@@ -43,6 +43,7 @@ class TappedEngine:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self.writes: list[tuple[int, int]] = []  # destination and length
+        self.refused = 0  # of these, those that never began
         self.on_submitted: Callable[[int], None] = lambda number: None
         self.on_written: Callable[[int], None] = lambda number: None
         self._numbers: dict[int, int] = {}
@@ -50,6 +51,7 @@ class TappedEngine:
     def transfer_submit_write(self, session: str, source: int, destination: int, length: int) -> int:
         handle = self._engine.transfer_submit_write(session, source, destination, length)
         self.writes.append((destination, length))
+        self.refused += handle in (0, -1)
         self._numbers[handle] = len(self.writes) - 1
         self.on_submitted(len(self.writes) - 1)
         return handle

@@ -25,6 +25,8 @@ from spectrumkv_sglang.verification.fingerprint import FingerprintError
 pytestmark = pytest.mark.timeout(150)
 
 GBPS = 1e9 / 8
+SLOW = 1e-5 * GBPS
+"""So slow that a room takes minutes: seconds that packing takes on a busy machine decide nothing."""
 CANDIDATES = [
     {"profile": "native-packed", "budget": 1.0, "kl": 0.0},
     {"profile": "spectrum-safe", "budget": 0.52, "kl": 0.0001},
@@ -47,11 +49,17 @@ def controlled(**controller: Any) -> dict[str, Any]:
 
 
 def link_is(source: PrefillSide, rank: PeerRank, rate: float) -> None:
-    """Let the controller believe in a link of ``rate`` bytes a second."""
+    """Let the controller believe in a link that has had ``rate`` bytes a second since just now.
+
+    A far slower one comes between, so that the rate is a new one whatever the writes so far were seen to do, which on a
+    busy machine may be nothing: what rooms were learnt to take over the former link is forgotten then.
+    """
     decisions = source.rank.decisions
     assert decisions is not None
-    for _ in range(3):
-        decisions.controller.link_sample(rank.peer.session, 64e6, 64e6 / rate, False)
+    for taught in (rate / 1e3, rate):
+        for _ in range(3):
+            decisions.controller.link_sample(rank.peer.session, 64e6, 64e6 / taught, False)
+    assert decisions.controller.bandwidths() == pytest.approx((rate, rate))
 
 
 def send(
@@ -82,7 +90,7 @@ def test_candidates_change_between_rooms_and_everything_arrives(make_rank: MakeR
     assert_arrived(source, pages, rank, room_pages, plan_of(source, rank, 1, pages, "spectrum-safe", 0.52))
     rank.ask("close_room", room=1)
 
-    link_is(source, rank, 0.001 * GBPS)
+    link_is(source, rank, SLOW)
     outcome, pages, room_pages = send(source, rank, 2)
     assert outcome.record is not None
     assert (outcome.code, outcome.reason, outcome.failures) == (0, "tiered", {})
@@ -106,7 +114,7 @@ def test_a_requests_accuracy_holds_for_its_room_alone(make_rank: MakeRank, make_
     chosen = []
     for room, parameters in ((2, {"max_kl": 0.001}), (3, {"max_kl": 0}), (4, {"max_kl": "0.001"}), (5, None)):
         request = decisions.expect(room, parameters)
-        link_is(source, rank, 0.001 * GBPS)
+        link_is(source, rank, SLOW)
         outcome, _, _ = send(source, rank, room, request=request)
         assert outcome.record is not None
         assert outcome.code == 0
@@ -123,7 +131,7 @@ def test_a_rooms_chunks_keep_its_candidate_and_the_next_room_of_the_id_does_not(
 ) -> None:
     rank, source = make_rank(), make_prefill(**controlled())
     send(source, rank, 1)
-    link_is(source, rank, 0.001 * GBPS)
+    link_is(source, rank, SLOW)
     pages = source.some_pages(320)
     rank.open_room(2, len(pages))
     first = source.send(rank, 2, pages[:200], room_pages=320, last_chunk=False)
@@ -148,7 +156,7 @@ def test_requests_of_one_room_id_keep_their_own_limits(
     requests = [decisions.expect(7, parameters) for parameters in limits]
     chosen = {}
     for number in order:
-        link_is(source, ranks[number], 0.001 * GBPS)
+        link_is(source, ranks[number], SLOW)
         outcome, _, _ = send(source, ranks[number], 7, request=requests[number])
         assert (outcome.code, outcome.failures) == (0, {})
         assert outcome.record is not None
@@ -179,7 +187,7 @@ def test_what_an_aborted_request_sent_and_decided_is_not_the_next_ones_of_its_ro
 
     outcomes = []
     for room in (7, 8):
-        link_is(source, rank, 0.001 * GBPS)
+        link_is(source, rank, SLOW)
         outcome, _, _ = send(source, rank, room, request=decisions.expect(room, None))
         assert outcome.record is not None
         outcomes.append((outcome.reason, *(outcome.record[name] for name in ("candidate", "achieved_b", "decision"))))
@@ -190,7 +198,7 @@ def test_what_an_aborted_request_sent_and_decided_is_not_the_next_ones_of_its_ro
 
 def test_a_dry_run_decides_and_sends_natively(make_rank: MakeRank, make_prefill: MakePrefill) -> None:
     rank, source = make_rank(), make_prefill(**controlled(dry_run=True))
-    link_is(source, rank, 0.001 * GBPS)
+    link_is(source, rank, SLOW)
     outcome, _, _ = send(source, rank, 1)
     assert outcome.record is not None
     assert (outcome.went_native, outcome.reason) == (True, "dry_run")
@@ -211,8 +219,8 @@ def test_the_link_is_measured_by_the_writes_themselves(make_rank: MakeRank, make
         assert outcome.record is not None
         assert outcome.record["decision"] == "no_sample"
     assert rates is not None
-    # Loopback TCP of small payloads: somewhere between a slow link and memory.
-    assert 0.01 * GBPS < rates[0] < 400 * GBPS
+    # Loopback TCP of small payloads, the writer kept waiting for a core: anything below what memory can do.
+    assert 1e-4 * GBPS < rates[0] < 400 * GBPS
     again, _, _ = send(source, rank, rooms + 1)
     assert again.record is not None
     assert again.record["decision"] != "no_sample"
@@ -271,7 +279,7 @@ def test_a_decode_rank_that_forbids_the_low_tier_gets_none_of_it(
 ) -> None:
     rank = make_rank(allowed_tiers=["high", "mid"], profile="int8", budget=0.6)
     source = make_prefill(**controlled(safe="native-packed@1"))
-    link_is(source, rank, 0.001 * GBPS)
+    link_is(source, rank, SLOW)
     outcome, pages, room_pages = send(source, rank, 1)
     assert outcome.record is not None
     assert (outcome.record["candidate"], outcome.reason) == ("spectrum-safe@0.52", "tiered")

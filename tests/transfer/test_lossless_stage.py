@@ -110,7 +110,7 @@ def test_writes_teach_it_the_link(make_rank: MakeRank, make_prefill: MakePrefill
             break
     rate = compressing._links.estimate(rank.peer.session)
     assert rate is not None
-    assert 1e6 < rate < 1e12
+    assert 1e4 < rate < 1e12  # the writer may be kept waiting for a core
     assert codec_counters(source)["link_unknown"] >= 1
 
 

@@ -163,31 +163,39 @@ def test_a_peer_killed_mid_write_is_suspect_and_its_successor_works(
     make_rank: MakeRank, make_prefill: MakePrefill, doomed: DecodePeer
 ) -> None:
     rank = make_rank(on=doomed, slot_bytes=SMALL_SLOT)
-    source = make_prefill(slot_bytes=SMALL_SLOT, open_timeout_s=1, slot_wait_s=0, unpack_timeout_s=5, quarantine_s=6)
+    source = make_prefill(
+        slot_bytes=SMALL_SLOT, slots_per_chunk=8, open_timeout_s=1, slot_wait_s=0, unpack_timeout_s=5, quarantine_s=10
+    )
     next_room(rank, source)
     pages = source.some_pages(380)
     rank.open_room(1, len(pages))
-    written = len(source.engine.writes)
+    standing_still = threading.Event()
 
-    def kill_at_third(number: int) -> None:
-        if number == written + 2:
+    def stop(number: int) -> None:
+        if not standing_still.is_set():
+            doomed.stop()  # the next write cannot end before the kill, however fast it is
+            standing_still.set()
+
+    def kill(number: int) -> None:
+        if standing_still.is_set():
             doomed.kill()
 
-    source.engine.on_submitted = kill_at_third
+    source.engine.on_written, source.engine.on_submitted = stop, kill
     outcome = source.send(rank, 1, pages)
-    source.engine.on_submitted = lambda number: None
+    source.engine.on_written = source.engine.on_submitted = lambda number: None
     assert (outcome.code, outcome.peer_suspect, outcome.went_native) == (-1, True, False)
     assert outcome.seconds < 15
     staging = source.staging()
     assert staging["in_use"] == 0
     assert staging["quarantined"] >= 1  # of the writes that were under way at once
-    assert outcome.failures == {"write_failed": staging["quarantined"]}
+    assert outcome.failures == {"write_failed": staging["quarantined"] + source.engine.refused}
+    assert source.engine.refused <= 1  # to a peer that is gone already, where the engine looked it up again
 
     # The dead peer's rooms fail fast or go native; rooms of other peers are as before.
     again = source.send(rank, 2, pages[:10], peer=rank.handshake)
     assert again.went_native
     next_room(make_rank(), source)
-    assert eventually(lambda: source.staging()["free"], ALL_STAGING_SLOTS, 20) == ALL_STAGING_SLOTS
+    assert eventually(lambda: source.staging()["free"], ALL_STAGING_SLOTS, 30) == ALL_STAGING_SLOTS
 
 
 @pytest.mark.parametrize("stage", ["before COMMIT", "mid unpack"])
