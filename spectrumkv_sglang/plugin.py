@@ -290,7 +290,7 @@ def _expect_request(original: Any, queue: Any, req: Any, *args: Any, **kwargs: A
             # A client's parameters must not end the scheduler: its room is sent as one whose limits make no sense.
             expected = expect(room, f"unreadable: {type(error).__name__}")
     made = original(queue, req, *args, **kwargs)
-    sender = getattr(req, "disagg_kv_sender", None)
+    sender: Any = getattr(req, "disagg_kv_sender", None)
     _mark(sender, req, getattr(queue, "scheduler", None))
     if hasattr(sender, "spectrumkv_request"):
         sender.spectrumkv_request = expected

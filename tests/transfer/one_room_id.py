@@ -43,12 +43,14 @@ def main() -> dict[str, Any]:
     from spectrumkv_sglang.observability.metrics import TransferMetrics
     from spectrumkv_sglang.transfer.handshake import RegistrationSocket
     from spectrumkv_sglang.transfer.manager import SpectrumKVManager, SpectrumKVReceiver, SpectrumKVSender, _ChunkTap
-    from spectrumkv_sglang.transfer.outgoing_request import ChunkOrigin
+    from spectrumkv_sglang.transfer.outgoing_request import ChunkOrigin, OutgoingRequest
     from spectrumkv_sglang.transfer.request_identity import encode_prompt
+    from spectrumkv_sglang.tuning.request_limits import read_limits
 
     pages = np.arange(PAGES, dtype=np.int32)
 
     first, second = [1, 2, 3, 4, 5], [1, 2, 3, 4, 6]
+    carried: list[OutgoingRequest] = []  # by the chunks that were sent
 
     def server(*adapters: LoRARef) -> Any:
         """A scheduler, as far as it tells of adapters."""
@@ -109,6 +111,7 @@ def main() -> dict[str, Any]:
 
         def send(chunk: Any, send_natively: Any, only: Any) -> tuple[int, bool]:
             sent.append(chunk.prompt)
+            carried.append(chunk.request)
             return 0, False
 
         manager = SpectrumKVManager.__new__(SpectrumKVManager)
@@ -156,6 +159,32 @@ def main() -> dict[str, Any]:
             "banned": sorted(manager.failed_sessions),
         }
 
+    def limits_of_two() -> list[float]:
+        """`max_kl` with which the chunks of two requests are sent that wait under one room id."""
+        arrive = SimpleNamespace(
+            kv_manager=SimpleNamespace(expect_request=lambda room, asked: OutgoingRequest(read_limits(asked))),
+            scheduler=None,
+        )
+
+        def create_sender(queue: Any, req: Any) -> None:
+            req.disagg_kv_sender = SpectrumKVSender.__new__(SpectrumKVSender)
+
+        requests = [
+            SimpleNamespace(
+                bootstrap_room=ROOM,
+                origin_input_ids=first,
+                output_ids=[],
+                sampling_params=SimpleNamespace(custom_params={"spectrumkv": {"max_kl": most}}),
+            )
+            for most in (0.0, 0.5)
+        ]
+        for request in requests:
+            plugin._expect_request(create_sender, arrive, request)
+        carried.clear()
+        for request in requests:
+            worked(request.disagg_kv_sender, waiting(own))
+        return [request.limits.max_kl for request in carried]
+
     def forgotten(kind: type) -> list[int]:
         """What the poll of one says whose room the other request of the same id has ended, and then again."""
         transfer, reasons = kind.__new__(kind), {}
@@ -177,6 +206,7 @@ def main() -> dict[str, Any]:
         "unknown adapter": worked(
             marked(SpectrumKVSender, first, server(), lora_id="0"), waiting(adapted(SpectrumKVReceiver, "law"))
         ),
+        "limits": limits_of_two(),
         "cached": [cached_for(*names) for names in (("law", "law"), ("law", "verse"), (None, "law"), ("law", None))],
         "forgotten": [forgotten(SpectrumKVSender), forgotten(SpectrumKVReceiver)],
         "images": worked(marked(SpectrumKVSender, first, multimodal_inputs=object()), waiting(other)),

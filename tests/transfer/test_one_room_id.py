@@ -102,6 +102,11 @@ def test_one_prompt_under_another_adapter_is_another_request(cases: dict[str, An
 
 
 @pytest.mark.timeout(300)
+def test_chunks_carry_the_limits_of_their_own_request(cases: dict[str, Any]) -> None:
+    assert cases["limits"] == [0.0, 0.5]
+
+
+@pytest.mark.timeout(300)
 def test_one_adapter_may_have_another_id_on_each_server(cases: dict[str, Any]) -> None:
     assert (cases["same adapter"]["kv"], cases["same adapter"]["first token"]) == (0, 0)
     assert cases["same adapter"]["prompts"] == [prompt_digest([1, 2, 3, 4, 5], "law")]
