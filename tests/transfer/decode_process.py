@@ -183,15 +183,19 @@ def counted(registry: CollectorRegistry) -> dict[str, float]:
 def count_resources() -> dict[str, int]:
     """Threads of this process and open descriptors by kind, without Mooncake's own connections."""
     kinds: collections.Counter[str] = collections.Counter()
-    mooncake = _mooncake_sockets()
+    _seen_at_mooncakes_ports.update(_mooncake_sockets())
     for descriptor in os.listdir("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{descriptor}")
         except FileNotFoundError:  # the directory's own
             continue
-        if target not in mooncake:
+        if target not in _seen_at_mooncakes_ports:
             kinds[target.split(":[")[0] if ":[" in target else "file"] += 1
     return {"threads": len(os.listdir("/proc/self/task")), **kinds}
+
+
+_seen_at_mooncakes_ports: set[str] = set()
+"""By any count so far: the kernel no longer lists a connection that was reset, and the engine may keep it."""
 
 
 def _mooncake_sockets() -> set[str]:
