@@ -34,6 +34,7 @@ WIDTH, ROW, HEAD = 17.0, 0.36, 0.6
 """Inches: of the picture, of a row of the grid, of the picture's title."""
 POINTS = 120
 SHORT = 600  # seconds: shorter ones have times with seconds
+LONG_MS = 10_000  # from here on times are drawn in seconds
 MOST_ROWS = 7  # of a table
 Ask = Callable[..., Any]
 """(path of Prometheus' HTTP API, parameters) -> ``data`` of the answer."""
@@ -93,7 +94,7 @@ class Drawing:
             place = panel["gridPos"]
             left, bottom = place["x"] * width / COLUMNS, height - HEAD - (place["y"] + place["h"]) * ROW
             size = (place["w"] * width / COLUMNS, place["h"] * ROW)
-            inches = (left + 0.75, bottom + 0.3, size[0] - 0.95, size[1] - 0.75)
+            inches = (left + 0.75, bottom + 0.3, size[0] - 1.1, size[1] - 0.75)
             axes = figure.add_axes(
                 (inches[0] / width, inches[1] / height, inches[2] / width, inches[3] / height), facecolor="white"
             )
@@ -158,6 +159,8 @@ class Drawing:
                     lines[name_of(one["metric"], target.get("legendFormat"))] = values * factor
         if not lines:
             return False
+        if unit == " ms" and max(np.nanmax(values) for values in lines.values()) >= LONG_MS:
+            lines, unit = {name: values / 1e3 for name, values in lines.items()}, " s"
         dates = [datetime.fromtimestamp(moment, timezone.utc) for moment in times]
         custom = panel["fieldConfig"]["defaults"].get("custom", {})
         if custom.get("stacking", {}).get("mode") == "normal":

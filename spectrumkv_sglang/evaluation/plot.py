@@ -20,7 +20,9 @@ def draw(result: EvaluationResult, path: Path) -> bytes:
     from matplotlib.figure import Figure
 
     several = len(result.by_prefix_tokens) > 1
-    figure = Figure(figsize=(20 if several else 10, 6), layout="constrained")
+    # A line of the legend takes .19 inches.
+    height = max(6.0, 1.0 + 0.19 * len(result.results))
+    figure = Figure(figsize=(20 if several else 10, height), layout="constrained")
     axes = figure.subplots(1, 2 if several else 1, squeeze=False)[0]
     _rate_distortion(axes[0], result)
     if several:

@@ -80,7 +80,7 @@ def _runs(document: Document, key: str) -> list[Document]:
 
 def _is_transfer(document: Document) -> bool:
     first = _runs(document, "transfer")[0]
-    return _in_list(first.get("samples")) and "prompt_tokens" in first["samples"][0]
+    return _in_list(first.get("samples")) and {"prompt_tokens", "rate_gbps"} <= set(first["samples"][0])
 
 
 def _is_serving(document: Document) -> bool:
@@ -91,7 +91,7 @@ def _is_serving(document: Document) -> bool:
 _KINDS: Sequence[tuple[Callable[[Document], bool], Callable[[Document, Path], list[Section]]]] = (
     (lambda one: "niah" in one and "verdict" in one, lambda one, path: probe_sections(path)),
     (
-        lambda one: "evaluations" in one or {"results", "prefix_tokens"} <= set(one),
+        lambda one: _in_list(one.get("evaluations")) or {"results", "prefix_tokens"} <= set(one),
         lambda one, path: quality_sections(one),
     ),
     (lambda one: {"expected_kl", "granularity"} <= set(one), lambda one, path: calibration_sections(one)),

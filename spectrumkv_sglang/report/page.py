@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
@@ -28,7 +29,18 @@ def render(title: str, made: str, sections: Sequence[Section]) -> str:
     # The template marks it as safe: matplotlib escapes the text that it writes into its SVG.
     environment.filters["svg"] = lambda picture: _svg(picture, next(numbers))
     template = resources.files("spectrumkv_sglang.report").joinpath("page.html").read_text(encoding="utf-8")
-    return environment.from_string(template).render(title=title, made=made, sections=sections)
+    return environment.from_string(template).render(title=title, made=made, sections=_told_apart(sections))
+
+
+def _told_apart(sections: Sequence[Section]) -> list[Section]:
+    """Sections whose titles are alike get a number, so that links to them differ."""
+    titles = [section.title for section in sections]
+    return [
+        replace(one, title=f"{one.title}, {titles[: place + 1].count(one.title)} of {titles.count(one.title)}")
+        if titles.count(one.title) > 1
+        else one
+        for place, one in enumerate(sections)
+    ]
 
 
 def write_page(path: Path, page: str) -> None:

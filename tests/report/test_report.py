@@ -10,6 +10,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 from prometheus_client import CollectorRegistry, generate_latest
 from typer.testing import CliRunner
@@ -23,8 +25,10 @@ from spectrumkv_sglang.observability.reasons import Path as TransferPath
 from spectrumkv_sglang.observability.transfer_log import ChunkRecord, TokensByTier
 from spectrumkv_sglang.probe.needle_runs import NeedleAnswer, NeedleResult
 from spectrumkv_sglang.probe.result import Control, Memory, Needles, ProbeResult, Seconds, encode_result
+from spectrumkv_sglang.report.content import Picture, Section
 from spectrumkv_sglang.report.errors import ReportError
 from spectrumkv_sglang.report.inputs import sections_of
+from spectrumkv_sglang.report.page import render
 from spectrumkv_sglang.report.sections.live import live_sections
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -129,6 +133,46 @@ def test_everything_on_one_page_in_a_real_browser(
     pixels = imread(picture)
     assert pixels.shape[:2] == (1200, 1000)
     assert 0.01 < (pixels[..., :3].mean(axis=2) < 0.5).mean() < 0.5  # dark text on a light page
+
+
+def test_a_legend_of_many_methods_is_inside_its_picture_and_no_two_look_alike() -> None:
+    """The largest evaluation of docs/results, as drawn."""
+    sections = sections_of(RESULTS / "quality.json")
+    picture = max((one for section in sections for one in section.shown if isinstance(one, Picture)), key=legend_size)
+    figure = drawn(picture)
+    [axes] = figure.axes
+    box = axes.get_legend().get_window_extent()
+    assert len(axes.get_legend().get_texts()) > 25
+    assert 0 <= box.y0 < box.y1 <= figure.bbox.height
+    assert box.x1 <= figure.bbox.width
+    looks = [
+        (one.get_paths()[0].vertices.tobytes(), one.get_facecolor().tobytes())
+        for one in axes.collections
+        if len(one.get_offsets()) == 1
+    ]
+    assert len(set(looks)) == len(looks) > 25
+
+
+def drawn(picture: Picture) -> Figure:
+    figure = Figure(figsize=picture.size, layout="constrained")
+    picture.draw(figure)
+    FigureCanvasAgg(figure).draw()
+    return figure
+
+
+def legend_size(picture: Picture) -> float:
+    return picture.size[1]
+
+
+def test_links_to_sections_of_one_kind_differ() -> None:
+    page = render("title", "today", [Section("Loads", [], []), Section("Kernels", [], []), Section("Loads", [], [])])
+    assert re.findall(r'<a href="#s\d+">(.*?)</a>', page) == ["Loads, 1 of 2", "Kernels", "Loads, 2 of 2"]
+
+
+@pytest.mark.parametrize("name", ["tune.json", "controller.json", "soak_gpu.json"])
+def test_results_that_have_no_sections_are_named_as_such(name: str) -> None:
+    with pytest.raises(ReportError, match=r"unknown kind of file \(its keys: .*expected the JSON of spectrumkv probe"):
+        sections_of(RESULTS / name)
 
 
 def test_ids_of_pictures_do_not_collide(tmp_path: Path) -> None:

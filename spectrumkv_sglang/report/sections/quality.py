@@ -7,10 +7,13 @@ from typing import Any
 import msgspec
 
 from spectrumkv_sglang.report.content import Picture, Section, Table, number
+from spectrumkv_sglang.report.drawing import legend_height
 
 NATIVE = "native"
 SAME_BYTES = 0.005
 _FLOOR = 1e-6
+_MARKERS = "osDPX"
+_BASELINE_MARKERS = "^v<>"
 
 
 class _Intervals(msgspec.Struct):
@@ -67,10 +70,10 @@ def _section(evaluation: _Evaluation) -> Section:
                 f"frontier {evaluation.model}",
                 "Wire bytes over native bytes against KL; the line joins what nothing beats in both.",
                 lambda figure: _draw(figure, evaluation, on_frontier),
-                (8.0, 4.2),
+                (8.0, max(4.2, legend_height(len(evaluation.results)))),
             )
         )
-    return Section(f"Quality: {evaluation.model}", text, shown)
+    return Section(f"Quality: {evaluation.model}, {evaluation.text}, {lengths} tokens", text, shown)
 
 
 def _frontier(results: dict[str, _Row]) -> list[str]:
@@ -86,11 +89,16 @@ def _frontier(results: dict[str, _Row]) -> list[str]:
 def _draw(figure: Any, evaluation: _Evaluation, on_frontier: list[str]) -> None:
     axes = figure.add_subplot()
     results = evaluation.results
+    drawn: dict[str, int] = {}
     for name, row in results.items():
         if name == NATIVE or row.kl is None:
             continue
-        marker = "^" if evaluation.kinds.get(name) == "baseline" else "o"
-        axes.scatter(row.wire_ratio, max(row.kl, _FLOOR), marker=marker, label=name, zorder=3)
+        markers = _BASELINE_MARKERS if evaluation.kinds.get(name) == "baseline" else _MARKERS
+        # Ten colours of each shape before the next one: no two methods look alike.
+        number = drawn[markers] = drawn.get(markers, 0) + 1
+        marker = markers[(number - 1) // 10 % len(markers)]
+        style = {"marker": marker, "color": f"C{(number - 1) % 10}", "label": name, "zorder": 3}
+        axes.scatter(row.wire_ratio, max(row.kl, _FLOOR), **style)
     line = [(results[name].wire_ratio, max(results[name].kl or 0.0, _FLOOR)) for name in on_frontier]
     if line:
         axes.plot(*zip(*line, strict=True), color="#adb5bd", zorder=1)
