@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -41,8 +43,9 @@ from spectrumkv_sglang.config_file import (
 )
 from spectrumkv_sglang.importance.scorers import Scorer, make_scorer, scorer_names
 from spectrumkv_sglang.lossless.codec import CodecName
+from spectrumkv_sglang.payload.geometry import KVGeometry
 from spectrumkv_sglang.payload.layout import bytes_per_row
-from spectrumkv_sglang.profiles.profile import Profile, load_profile
+from spectrumkv_sglang.profiles.profile import Profile, is_profile_path, load_profile
 from spectrumkv_sglang.profiles.tier import Tier, require_high
 from spectrumkv_sglang.tuning.settings import ControllerSettings, ProfileName, none_from_empty, true_is_no_number
 from spectrumkv_sglang.verification.enforcement import TierDecision, decide_tiers
@@ -64,6 +67,7 @@ CONTROLLER_FIELD = "controller"
 _CONTROLLER_PREFIX = f"{ENV_PREFIX}{CONTROLLER_FIELD.upper()}_"
 _NOT_FIELDS = (CONFIG_PATH_VARIABLE, "SPECTRUMKV_ACTIVE", "SPECTRUMKV_LOOPBACK")
 _TEST_PREFIX = "SPECTRUMKV_TEST_"
+_JUDGED_FROM_A_FILE = ("scorer", "scorer_window", "scorer_stride_samples", "sink_tokens", "recent_tokens")
 
 MIN_SLOT_BYTES = 64 * 1024
 MAX_SLOT_BYTES = 1024 * 1024 * 1024
@@ -272,7 +276,14 @@ class SpectrumKVConfig(BaseSettings):
     def reachable_budget(self) -> float:
         """Least b that the allowed tiers of the profile reach: their cheapest tier's bytes, scales included and
         headers left out, over native bytes, for 2-byte heads of 128 (``Profile.nominal_geometry``)."""
-        geometry = self.loaded_profile.nominal_geometry()
+        return self.reachable_budget_on(self.loaded_profile.nominal_geometry())
+
+    def reachable_budget_on(self, geometry: KVGeometry) -> float:
+        """As ``reachable_budget``, for KV of ``geometry``.
+
+        Raises:
+            ProfileError: an override of the profile names a layer or head that ``geometry`` does not have.
+        """
         table = self.loaded_profile.table(geometry, self.allowed_tiers)
         return float(bytes_per_row(geometry, table).min()) / geometry.native_bytes_per_token
 
@@ -287,7 +298,7 @@ class SpectrumKVConfig(BaseSettings):
     def decide_tiers(self, fingerprint: Callable[[], ModelFingerprint]) -> TierDecision:
         """Tiers that a server with this configuration may use. ``fingerprint`` gives the served model's and is called
         only when it matters; its FingerprintError counts as a changed model."""
-        return decide_tiers(
+        decision = decide_tiers(
             profile=self.loaded_profile,
             allowed_tiers=self.allowed_tiers,
             policy=self.probed_policy(),
@@ -295,6 +306,17 @@ class SpectrumKVConfig(BaseSettings):
             require_probe=self.require_probe,
             fingerprint=fingerprint,
         )
+        return replace(decision, probe_options=self._probe_options())
+
+    def _probe_options(self) -> str:
+        """Options with which ``spectrumkv probe`` judges this policy, quoted for a shell. Only a file can tell it of
+        the fields other than profile and budget."""
+        profile = str(Path(self.profile).resolve()) if is_profile_path(self.profile) else self.profile
+        options = ["--profile", profile, "--budget", str(self.budget)]
+        fields = type(self).model_fields
+        if any(getattr(self, name) != fields[name].default for name in _JUDGED_FROM_A_FILE):
+            options += ["--config", "FILE_WITH_YOUR_SETTINGS"]
+        return shlex.join(options)
 
     def restricted_to(self, tiers: tuple[Tier, ...]) -> SpectrumKVConfig:
         """This configuration with ``tiers`` in place of ``allowed_tiers``.

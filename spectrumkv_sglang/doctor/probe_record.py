@@ -47,7 +47,7 @@ def _tell_restriction(
     section: Section, decision: TierDecision, config: SpectrumKVConfig, model: str, tiers: str
 ) -> None:
     why = "; ".join((decision.state.meaning, *decision.reasons))
-    remedy = f"spectrumkv probe --model-path {model} --out launch.yaml, or set allowed_tiers: [high, mid]"
+    remedy = f"{decision.probe_command(model)}, or set allowed_tiers: [high, mid]"
     try:
         decision.require(model, strict=config.strict)
     except UnprovenTiersError:

@@ -6,6 +6,7 @@ probe that passed with this model and this policy.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -34,25 +35,31 @@ class TierDecision:
         allowed_tiers: HIGH first; a peer's payload may use no others.
         reasons: what differs or is missing; empty when nothing is held against the record.
         unsafe: what makes even HIGH and MID unsafe without a verified record, or "".
+        probe_options: options of `spectrumkv probe` for the served policy, quoted for a shell.
     """
 
     allowed_tiers: tuple[Tier, ...]
     state: ProbeState
     reasons: tuple[str, ...] = ()
     unsafe: str = ""
+    probe_options: str = ""
 
     @property
     def restricted(self) -> bool:
         """Whether tiers that the configuration asks for were taken away."""
         return self.state not in (ProbeState.VERIFIED, ProbeState.NOT_NEEDED, ProbeState.WAIVED)
 
+    def probe_command(self, model: str) -> str:
+        """What to run to have the served policy judged for ``model``, a path or hub id."""
+        options = f"{self.probe_options} " if self.probe_options else ""
+        return f"spectrumkv probe --model-path {shlex.quote(model)} {options}--out launch.yaml"
+
     def explanation(self, model: str) -> str:
         """What was found and what to do, for a log line or an error about the served ``model``."""
         why = "; ".join((self.state.meaning, *self.reasons))
         return (
-            f"probe {self.state.value}: {why}. To use the low tier, run `spectrumkv probe --model-path {model} --out "
-            "launch.yaml` with the serving profile and budget and start with --spectrumkv-config launch.yaml; to do "
-            "without it, set allowed_tiers: [high, mid]"
+            f"probe {self.state.value}: {why}. To use the low tier, run `{self.probe_command(model)}` and start with "
+            "--spectrumkv-config launch.yaml; to do without it, set allowed_tiers: [high, mid]"
         )
 
     def require(self, model: str, *, strict: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import struct
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from spectrumkv_sglang.config import SpectrumKVConfig
 from spectrumkv_sglang.observability.metrics import TransferMetrics
 from spectrumkv_sglang.observability.reasons import ProbeState
+from spectrumkv_sglang.payload.geometry import KVGeometry
 from spectrumkv_sglang.profiles.tier import Tier
 from spectrumkv_sglang.sglang_compat import ServedModel
 from spectrumkv_sglang.transfer.tier_enforcement import enforce_tiers
@@ -63,9 +65,11 @@ class Rank:
         registry = CollectorRegistry()
         metrics = TransferMetrics("decode", 0, registry=registry)
         fields = {"quantization": None, "revision": None, "download_dir": None, "dtype": "float32", **served}
-        dtype = fields.pop("dtype")
+        geometry = KVGeometry(
+            layers=30, kv_heads=3, head_dim=64, v_head_dim=64, page_size=1, dtype=str(fields.pop("dtype"))
+        )
         with caplog.at_level(logging.DEBUG):
-            self.config = enforce_tiers(config, ServedModel(str(path), **fields), dtype, metrics, speaks=speaks)
+            self.config = enforce_tiers(config, ServedModel(str(path), **fields), geometry, metrics, speaks=speaks)
         [line] = caplog.records
         self.level, self.said = line.levelno, line.getMessage()
         self.states = {
@@ -95,10 +99,42 @@ def test_another_model_is_served_with_high_and_mid_and_said_loudly(
     for part in (
         "only tiers high, mid are used",
         "config: probed sha256:",
-        f"spectrumkv probe --model-path {model}",
-        "Budget 0.35 is below what these tiers reach: expect b 0.512 or more",
+        f"`spectrumkv probe --model-path {model} --profile balanced --budget 0.35 --out launch.yaml`",
     ):
         assert part in rank.said
+
+
+@pytest.mark.parametrize(
+    ("dtype", "budget", "least"), [("bfloat16", 0.45, "0.516"), ("float32", 0.27, ""), ("float32", 0.3, ""),
+                                   ("float32", 0.45, "")]
+)  # fmt: skip
+def test_a_budget_is_out_of_reach_only_if_this_pool_says_so(
+    model: Path, caplog: pytest.LogCaptureFixture, dtype: str, budget: float, least: str
+) -> None:
+    """INT8 heads of 64 take 64 + 2 bytes, of keys and of values: 132 of 256 in bfloat16, of 512 in float32."""
+    said = Rank(SpectrumKVConfig(budget=budget), model, caplog, dtype=dtype).said
+    assert "only tiers high, mid are used" in said
+    told = f"Budget {budget} is below what these tiers reach on this {dtype} KV pool: expect b {least} or more"
+    assert (told in said) if least else ("is below" not in said)
+
+
+def test_the_command_judges_a_profile_of_ones_own(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = tmp_path / "my own.yaml"
+    mine.write_text(
+        "name: mine\ntiers:\n  high: {keys: native, values: native}\n  mid: {keys: int8, values: int8}\n"
+        "  low: {keys: int4, values: int4}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    said = Rank(SpectrumKVConfig(profile="./my own.yaml", budget=0.4), model, caplog).said
+    command = shlex.split(said.split("`")[1])
+    assert command[:2] == ["spectrumkv", "probe"]
+    assert command[2:] == [
+        "--model-path", str(model), "--profile", str(mine), "--budget", "0.4", "--out", "launch.yaml",
+    ]  # fmt: skip
+    said = Rank(SpectrumKVConfig(sink_tokens=8), model, caplog).said
+    assert "--config FILE_WITH_YOUR_SETTINGS --out" in said
 
 
 @pytest.mark.parametrize(
