@@ -53,11 +53,18 @@ def doctor(
     decode_url: Annotated[str | None, typer.Option(metavar="URL", help="And its decode server's.")] = None,
 ) -> None:
     """Say whether SpectrumKV works on this host (or a running pair), what is tiered, and what to do about problems."""
+    if (prefill_url is None) != (decode_url is None):
+        raise typer.BadParameter("a pair has two sides: give --prefill-url and --decode-url")
+    if prefill_url is not None:
+        typer.echo(f"Looking at the pair of {prefill_url} and {decode_url}")
+    else:
+        typer.echo(
+            "Looking at this host: versions, SGLang, transport, GPUs, configuration; importing SGLang takes a while"
+        )
+
     from spectrumkv_sglang.doctor import examine, examine_pair
     from spectrumkv_sglang.doctor.rendering import print_report
 
-    if (prefill_url is None) != (decode_url is None):
-        raise typer.BadParameter("a pair has two sides: give --prefill-url and --decode-url")
     if prefill_url is not None and decode_url is not None:
         report = examine_pair(prefill_url, decode_url)
     else:

@@ -426,6 +426,7 @@ def without_sglang(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_doctor_without_sglang_and_mooncake_says_what_to_install(tmp_path: Path, without_sglang: Path) -> None:
     exit_code, report, shown = doctor(tmp_path, python_path=[without_sglang], flags=("-S",))
+    assert shown.startswith("Looking at this host: ")
     problems = {finding.name: finding for finding in report.findings if finding.severity is Severity.PROBLEM}
     assert exit_code == 1
     assert set(problems) == {"sglang", "mooncake"}

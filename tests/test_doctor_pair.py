@@ -138,6 +138,23 @@ def test_unset_transport_variables_are_named(pair: tuple[Side, Side], examined: 
     assert "export MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER=65535" in findings(report, "transport defaults")[0].remedy
 
 
+def test_a_side_that_is_switched_off(pair: tuple[Side, Side], examined: Callable[..., Report]) -> None:
+    _, decode = pair
+    prefill = Side("prefill", enabled=False)
+    prefill.metrics.probe_state(ProbeState.NOT_NEEDED)
+    prefill.chunk(Reason.DISABLED)
+    decode = Side("decode", allowed_tiers=["high", "mid"], control_secret=True)
+    report = examined(prefill, decode)
+    off, on = findings(report, "backend")
+    assert (off.severity, on.severity) == (Severity.WARNING, Severity.OK)
+    assert "switched off (SPECTRUMKV_ENABLED or enabled: false): all KV travels natively" in off.detail
+    for name in ("tiers", "tokens", "times"):
+        assert findings(report, name) == []
+    assert [one.section.split()[0] for one in findings(report, "probe")] == ["decode"]
+    assert [one.section.split()[0] for one in findings(report, "control secret")] == ["decode"]
+    assert "1 chunks, disabled" in findings(report, "native")[0].detail
+
+
 def test_no_traffic_yet(pair: tuple[Side, Side], examined: Callable[..., Report]) -> None:
     assert "none sent yet" in findings(examined(*pair), "chunks")[0].detail
 
@@ -161,5 +178,6 @@ def test_the_command(pair: tuple[Side, Side], serve: Callable[..., str]) -> None
     command = ["doctor", "--prefill-url", serve(prefill.pages()), "--decode-url", serve(decode.pages())]
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0
+    assert done.output.startswith(f"Looking at the pair of {command[2]} and {command[4]}\n")
     assert "what is tiered" in done.output
     assert CliRunner().invoke(app, command[:3]).exit_code == 2

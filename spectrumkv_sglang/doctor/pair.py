@@ -44,7 +44,8 @@ def sections_of_servers(servers: Sequence[RunningServer]) -> list[Section]:
 
 
 def _check_agreement(section: Section, prefill: RunningServer, decode: RunningServer) -> None:
-    for label in ("version", "allowed_tiers"):
+    tiered = not (prefill.switched_off or decode.switched_off)
+    for label in ("version", "allowed_tiers") if tiered else ("version",):
         ours, theirs = prefill.setting(label), decode.setting(label)
         if not (ours and theirs) or ours == theirs:
             continue
@@ -57,7 +58,7 @@ def _check_agreement(section: Section, prefill: RunningServer, decode: RunningSe
                 "give both servers the same launch config",
             )
     secrets = [server.setting("control_secret") for server in (prefill, decode)]
-    if all(secrets) and secrets[0] != secrets[1]:
+    if tiered and all(secrets) and secrets[0] != secrets[1]:
         section.problem(
             "control secret",
             f"prefill {secrets[0]}, decode {secrets[1]}: all KV travels natively (secret_mismatch)",
@@ -101,9 +102,10 @@ def _check_traffic(section: Section, prefill: RunningServer) -> None:
             section.ok("tiered", line)
         else:
             section.warning("native", line, f"docs/metrics.md, reason {reason}")
-    tokens = {tier: count for (tier,), count in metrics.by_label(specs.TOKENS, "tier").items()}
-    total = sum(tokens.values()) or 1
-    section.ok("tokens", ", ".join(f"{tier} {count / total:.1%}" for tier, count in tokens.items()))
+    if any(path == "tiered" for path, _ in chunks):
+        tokens = {tier: count for (tier,), count in metrics.by_label(specs.TOKENS, "tier").items()}
+        total = sum(tokens.values()) or 1
+        section.ok("tokens", ", ".join(f"{tier} {count / total:.1%}" for tier, count in tokens.items()))
     missed = metrics.total(specs.BUDGET_UNREACHABLE)
     if missed:
         section.warning(
@@ -121,4 +123,5 @@ def _check_traffic(section: Section, prefill: RunningServer) -> None:
         (name, metrics.mean(spec))
         for name, spec in (("pack", specs.PACK_SECONDS), ("write", specs.WRITE_SECONDS), ("wait", specs.WAIT_SECONDS))
     ]
-    section.ok("times", ", ".join(f"{name} {mean * 1e3:,.1f} ms" for name, mean in times if mean is not None) or "none")
+    if taken := [f"{name} {mean * 1e3:,.1f} ms" for name, mean in times if mean is not None]:
+        section.ok("times", ", ".join(taken))

@@ -28,6 +28,11 @@ class RunningServer:
         found = self.metrics.of(specs.CONFIG_INFO.full_name)
         return found[0].labels.get(label, "") if found else ""
 
+    @property
+    def switched_off(self) -> bool:
+        """Whether the server says that its SpectrumKV is off; one too old to say so counts as on."""
+        return self.setting("enabled") == "off"
+
 
 def read_server(section: Section, role: str, url: str) -> RunningServer | None:
     """Reads the server at ``url``, which should be the pair's ``role``; None after a problem that ends the check."""
@@ -69,6 +74,21 @@ def check_server(section: Section, server: RunningServer) -> None:
             "start it with --disaggregation-transfer-backend spectrumkv (or spectrumkv_tcp)",
         )
         return
+    if server.switched_off:
+        section.warning(
+            "backend",
+            f"SpectrumKV {server.setting('version')}, switched off (SPECTRUMKV_ENABLED or enabled: false): "
+            "all KV travels natively",
+            "set enabled: true, or SPECTRUMKV_ENABLED=true, and restart it to use tiers",
+        )
+    else:
+        _check_settings(section, server)
+    _check_slots(section, server.metrics)
+    _check_failures(section, server.metrics)
+    _check_transport(section, server.metrics)
+
+
+def _check_settings(section: Section, server: RunningServer) -> None:
     section.ok(
         "backend",
         f"SpectrumKV {server.setting('version')}: profile {server.setting('profile')}, "
@@ -81,9 +101,6 @@ def check_server(section: Section, server: RunningServer) -> None:
     elif secret:
         section.ok("control secret", "off: the firewall says who may connect (docs/threat_model.md)")
     _check_probe(section, server.metrics)
-    _check_slots(section, server.metrics)
-    _check_failures(section, server.metrics)
-    _check_transport(section, server.metrics)
 
 
 def _check_probe(section: Section, metrics: LiveMetrics) -> None:

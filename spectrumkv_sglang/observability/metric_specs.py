@@ -94,7 +94,7 @@ CONFIG_INFO = MetricSpec(
     "config_info",
     Kind.GAUGE,
     "Always 1; the labels say which version and settings the process runs with.",
-    ("version", "profile", "budget", "allowed_tiers", "scorer", "control_secret"),
+    ("version", "profile", "budget", "allowed_tiers", "scorer", "control_secret", "enabled"),
 )
 TRANSPORT_INFO = MetricSpec(
     "transport_info",

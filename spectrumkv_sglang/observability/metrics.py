@@ -160,6 +160,7 @@ class TransferMetrics:
         allowed_tiers: Iterable[str],
         scorer: str,
         control_secret: bool = False,
+        enabled: bool = True,
     ) -> None:
         """Publishes the settings that the process runs with, of the secret whether there is one. Once per process."""
         self._gauge(
@@ -170,6 +171,7 @@ class TransferMetrics:
             allowed_tiers=",".join(allowed_tiers),
             scorer=scorer,
             control_secret="on" if control_secret else "off",
+            enabled="on" if enabled else "off",
         ).set(1)
 
     @_never_raises

@@ -163,6 +163,7 @@ class SpectrumKVManager(MooncakeKVManager):  # type: ignore[misc]
             budget=config.budget,
             allowed_tiers=[tier.label for tier in config.allowed_tiers],
             scorer=config.scorer,
+            enabled=config.enabled,
             control_secret=config.control_secret_file is not None,
         )
         self._metrics.transport("tcp" if tcp_is_forced(os.environ) else "rdma", in_effect(os.environ))

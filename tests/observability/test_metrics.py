@@ -117,6 +117,7 @@ def test_stages_slots_and_config(registry: CollectorRegistry, metrics: TransferM
             allowed_tiers="high,mid",
             scorer="window",
             control_secret="off",
+            enabled="on",
         )
         == 1
     )
