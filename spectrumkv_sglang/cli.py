@@ -82,7 +82,7 @@ def version(json: JsonFile = None) -> None:
 def profiles(
     given: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[FILE]...", help="Profiles of your own, listed before the shipped ones."),
+        typer.Argument(metavar="FILE", help="Profiles of your own, listed before the shipped ones."),
     ] = None,
     json: JsonFile = None,
     layers: Annotated[int, typer.Option(help="Layers with KV.")] = 32,
