@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -41,6 +43,7 @@ from spectrumkv_sglang.config_file import (
 )
 from spectrumkv_sglang.importance.scorers import Scorer, make_scorer, scorer_names
 from spectrumkv_sglang.lossless.codec import CodecName
+from spectrumkv_sglang.payload.geometry import KVGeometry
 from spectrumkv_sglang.payload.layout import bytes_per_row
 from spectrumkv_sglang.profiles.profile import Profile, load_profile
 from spectrumkv_sglang.profiles.tier import Tier, require_high
@@ -270,9 +273,12 @@ class SpectrumKVConfig(BaseSettings):
 
     @cached_property
     def reachable_budget(self) -> float:
+        """`least_budget` for 2-byte heads of 128 (``Profile.nominal_geometry``)."""
+        return self.least_budget(self.loaded_profile.nominal_geometry())
+
+    def least_budget(self, geometry: KVGeometry) -> float:
         """Least b that the allowed tiers of the profile reach: their cheapest tier's bytes, scales included and
-        headers left out, over native bytes, for 2-byte heads of 128 (``Profile.nominal_geometry``)."""
-        geometry = self.loaded_profile.nominal_geometry()
+        headers left out, over native bytes."""
         table = self.loaded_profile.table(geometry, self.allowed_tiers)
         return float(bytes_per_row(geometry, table).min()) / geometry.native_bytes_per_token
 
@@ -287,7 +293,7 @@ class SpectrumKVConfig(BaseSettings):
     def decide_tiers(self, fingerprint: Callable[[], ModelFingerprint]) -> TierDecision:
         """Tiers that a server with this configuration may use. ``fingerprint`` gives the served model's and is called
         only when it matters; its FingerprintError counts as a changed model."""
-        return decide_tiers(
+        decision = decide_tiers(
             profile=self.loaded_profile,
             allowed_tiers=self.allowed_tiers,
             policy=self.probed_policy(),
@@ -295,6 +301,7 @@ class SpectrumKVConfig(BaseSettings):
             require_probe=self.require_probe,
             fingerprint=fingerprint,
         )
+        return replace(decision, probe_flags=f"--profile {shlex.quote(str(self.profile))} --budget {self.budget:g}")
 
     def restricted_to(self, tiers: tuple[Tier, ...]) -> SpectrumKVConfig:
         """This configuration with ``tiers`` in place of ``allowed_tiers``.

@@ -120,7 +120,7 @@ class SpectrumKVManager(MooncakeKVManager):  # type: ignore[misc]
             asked, served_model = config, sglang_compat.served_model(self._server_args)
             speaks = int(self.kv_args.engine_rank) == 0
             config = self.spectrumkv_config = enforce_tiers(
-                config, served_model, view.geometry.dtype, self._metrics, speaks=speaks
+                config, served_model, view.geometry, self._metrics, speaks=speaks
             )
             view = with_rotation(view, model)
             if view.rotation is None:

@@ -34,12 +34,14 @@ class TierDecision:
         allowed_tiers: HIGH first; a peer's payload may use no others.
         reasons: what differs or is missing; empty when nothing is held against the record.
         unsafe: what makes even HIGH and MID unsafe without a verified record, or "".
+        probe_flags: of `spectrumkv probe` for what is served, if known.
     """
 
     allowed_tiers: tuple[Tier, ...]
     state: ProbeState
     reasons: tuple[str, ...] = ()
     unsafe: str = ""
+    probe_flags: str = ""
 
     @property
     def restricted(self) -> bool:
@@ -49,10 +51,12 @@ class TierDecision:
     def explanation(self, model: str) -> str:
         """What was found and what to do, for a log line or an error about the served ``model``."""
         why = "; ".join((self.state.meaning, *self.reasons))
+        command = " ".join(
+            filter(None, ("spectrumkv probe --model-path", model, self.probe_flags, "--out launch.yaml"))
+        )
         return (
-            f"probe {self.state.value}: {why}. To use the low tier, run `spectrumkv probe --model-path {model} --out "
-            "launch.yaml` with the serving profile and budget and start with --spectrumkv-config launch.yaml; to do "
-            "without it, set allowed_tiers: [high, mid]"
+            f"probe {self.state.value}: {why}. To use the low tier, run `{command}` and start with "
+            "--spectrumkv-config launch.yaml; to do without it, set allowed_tiers: [high, mid]"
         )
 
     def require(self, model: str, *, strict: bool) -> None:

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from spectrumkv_sglang.config import SpectrumKVConfig
 from spectrumkv_sglang.observability.metrics import TransferMetrics
 from spectrumkv_sglang.observability.reasons import ProbeState
+from spectrumkv_sglang.payload.geometry import KVGeometry
 from spectrumkv_sglang.profiles.tier import Tier
 from spectrumkv_sglang.sglang_compat import ServedModel
 from spectrumkv_sglang.transfer.tier_enforcement import enforce_tiers
@@ -65,7 +66,8 @@ class Rank:
         fields = {"quantization": None, "revision": None, "download_dir": None, "dtype": "float32", **served}
         dtype = fields.pop("dtype")
         with caplog.at_level(logging.DEBUG):
-            self.config = enforce_tiers(config, ServedModel(str(path), **fields), dtype, metrics, speaks=speaks)
+            geometry = KVGeometry(layers=2, kv_heads=2, head_dim=128, v_head_dim=128, page_size=1, dtype=dtype)
+            self.config = enforce_tiers(config, ServedModel(str(path), **fields), geometry, metrics, speaks=speaks)
         [line] = caplog.records
         self.level, self.said = line.levelno, line.getMessage()
         self.states = {
@@ -88,17 +90,29 @@ def test_another_model_is_served_with_high_and_mid_and_said_loudly(
 ) -> None:
     config = probed(model, budget=0.35)
     (model / "config.json").write_text('{"hidden_size": 1}')
-    rank = Rank(config, model, caplog)
+    rank = Rank(config, model, caplog, dtype="bfloat16")
     assert rank.config.allowed_tiers == (HIGH, MID)
     assert rank.config.budget == 0.35
     assert (rank.states, rank.level) == ({"changed"}, logging.WARNING)
     for part in (
         "only tiers high, mid are used",
         "config: probed sha256:",
-        f"spectrumkv probe --model-path {model}",
-        "Budget 0.35 is below what these tiers reach: expect b 0.512 or more",
+        f"`spectrumkv probe --model-path {model} --profile balanced --budget 0.35 --out launch.yaml`",
+        "Budget 0.35 is below what these tiers reach on this bfloat16 pool: expect b 0.512 or more",
     ):
         assert part in rank.said
+
+
+def test_a_float32_pool_keeps_budgets_that_eight_bits_reach_there(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = SpectrumKVConfig(budget=0.3)
+    on_float32, on_bfloat16 = (Rank(config, model, caplog, dtype=dtype) for dtype in ("float32", "bfloat16"))
+    assert on_float32.config == on_bfloat16.config
+    assert on_float32.config.allowed_tiers == (HIGH, MID)
+    assert "only tiers high, mid are used" in on_float32.said
+    assert "expect b" not in on_float32.said
+    assert "expect b 0.512 or more" in on_bfloat16.said
 
 
 @pytest.mark.parametrize(
