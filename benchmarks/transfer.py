@@ -262,7 +262,13 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rates", type=numbers, default=[1.0, 10.0, UNLIMITED], help="Gb/s, 0: no limit")
     parser.add_argument("--prompts", type=numbers, default=[2048.0, 8192.0], help="tokens")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--variants", type=lambda text: text.split(","), default=[v.name for v in VARIANTS])
+    names = ", ".join(variant.name for variant in VARIANTS)
+    parser.add_argument(
+        "--variants",
+        type=lambda text: text.split(","),
+        default=[v.name for v in VARIANTS],
+        help=f"of {names}; all by default",
+    )
     parser.add_argument("--servers-at-once", type=int, default=6, help="servers that run at the same time")
     parser.add_argument("--fragmented", action="store_true", help="decode hands out its pages in random order")
     parser.add_argument("--request-timeout", type=float, default=180.0, help="seconds; then a variant is given up")

@@ -87,13 +87,17 @@ def version(json: JsonFile = None) -> None:
 
 @app.command(epilog=EXIT_CODES)
 def profiles(
+    given: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="FILE", help="Profiles of your own, listed before the shipped ones."),
+    ] = None,
     json: JsonFile = None,
     layers: Annotated[int, typer.Option(help="Layers with KV.")] = 32,
     kv_heads: Annotated[int, typer.Option(help="KV heads, all tensor-parallel ranks together.")] = 8,
     head_dim: Annotated[int, typer.Option(help="Size of a head, a multiple of 8.")] = 128,
     dtype: Annotated[str, typer.Option(help="KV dtype: float32, float16 or bfloat16.")] = "bfloat16",
 ) -> None:
-    """List the shipped profiles with what a token costs in each tier. The defaults are Llama-3.1-8B's."""
+    """List the shipped profiles, and yours, with what a token costs in each tier. The defaults are Llama-3.1-8B's."""
     from spectrumkv_sglang.payload.errors import PayloadError
     from spectrumkv_sglang.payload.geometry import KVGeometry
     from spectrumkv_sglang.profile_listing import list_profiles, profile_table
@@ -104,7 +108,7 @@ def profiles(
         )
     except PayloadError as error:
         raise typer.BadParameter(str(error)) from error
-    listed = list_profiles(geometry)
+    listed = list_profiles(geometry, given or ())
     Console().print(profile_table(listed, geometry))
     _write_json(json, msgspec.json.encode(listed))
 

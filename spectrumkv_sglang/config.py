@@ -274,16 +274,12 @@ class SpectrumKVConfig(BaseSettings):
 
     @cached_property
     def reachable_budget(self) -> float:
+        """`least_budget` for 2-byte heads of 128 (``Profile.nominal_geometry``)."""
+        return self.least_budget(self.loaded_profile.nominal_geometry())
+
+    def least_budget(self, geometry: KVGeometry) -> float:
         """Least b that the allowed tiers of the profile reach: their cheapest tier's bytes, scales included and
-        headers left out, over native bytes, for 2-byte heads of 128 (``Profile.nominal_geometry``)."""
-        return self.reachable_budget_on(self.loaded_profile.nominal_geometry())
-
-    def reachable_budget_on(self, geometry: KVGeometry) -> float:
-        """As ``reachable_budget``, for KV of ``geometry``.
-
-        Raises:
-            ProfileError: an override of the profile names a layer or head that ``geometry`` does not have.
-        """
+        headers left out, over native bytes."""
         table = self.loaded_profile.table(geometry, self.allowed_tiers)
         return float(bytes_per_row(geometry, table).min()) / geometry.native_bytes_per_token
 
@@ -306,9 +302,9 @@ class SpectrumKVConfig(BaseSettings):
             require_probe=self.require_probe,
             fingerprint=fingerprint,
         )
-        return replace(decision, probe_options=self._probe_options())
+        return replace(decision, probe_flags=self._probe_flags())
 
-    def _probe_options(self) -> str:
+    def _probe_flags(self) -> str:
         """Options with which ``spectrumkv probe`` judges this policy, quoted for a shell. Only a file can tell it of
         the fields other than profile and budget."""
         profile = str(Path(self.profile).resolve()) if is_profile_path(self.profile) else self.profile

@@ -43,7 +43,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("line", "expected"),
     [
         ("spectrumkv profiles", ["near-lossless", "native-packed", "aggressive"]),
-        ("spectrumkv size --model-path DIR --gbps 10 --prompt-tokens 8192", ["131,072", "balanced"]),
+        (
+            "spectrumkv size --model-path DIR --gbps 10 --prompt-tokens 8192",
+            ["131,072", "8,192 tokens: yes: balanced (the default, after a probe) 0.53", "without a probe int8"],
+        ),
         (
             "spectrumkv size --model-path DIR --gbps 10 --prompt-tokens 8192 --config launch.yaml "
             "--speeds docs/results/gpu.json --json size.json",

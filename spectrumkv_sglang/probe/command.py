@@ -17,6 +17,7 @@ from spectrumkv_sglang.launch.servers import default_backend
 from spectrumkv_sglang.launch_config import check_writable, replace_file, write_launch_config
 from spectrumkv_sglang.launch_flags import flags_from_arguments, with_absolute_paths
 from spectrumkv_sglang.probe.calibrated import calibrate_first, calibrated_profile_path
+from spectrumkv_sglang.probe.console_progress import ConsoleProgress
 from spectrumkv_sglang.probe.errors import ProbeError
 from spectrumkv_sglang.probe.gate import Thresholds
 from spectrumkv_sglang.probe.needle_runs import MIN_LENGTH
@@ -24,7 +25,7 @@ from spectrumkv_sglang.probe.needles import check_depths
 from spectrumkv_sglang.probe.options import ProbeOptions
 from spectrumkv_sglang.probe.plot import check_plot_format, draw
 from spectrumkv_sglang.probe.probe import run_probe
-from spectrumkv_sglang.probe.report import ConsoleProgress, print_comparison, print_result
+from spectrumkv_sglang.probe.report import print_comparison, print_result
 from spectrumkv_sglang.probe.result import encode_result, read_result
 from spectrumkv_sglang.profiles.tier import Tier
 from spectrumkv_sglang.sglang_compat import BACKEND, BACKEND_TCP

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from spectrumkv_sglang.probe.options import ProbeProgress
+from spectrumkv_sglang.config import SpectrumKVConfig
 from spectrumkv_sglang.probe.result import ProbeResult
 
 _VERDICTS = {
@@ -30,44 +29,16 @@ _MEANINGS = {
 }
 
 
-class ConsoleProgress(ProbeProgress):
-    """Progress bars and notes on a console; close it at the end."""
-
-    def __init__(self, console: Console) -> None:
-        self._bars = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=console
-        )
-        self._bars.start()
-
-    def note(self, text: str) -> None:
-        self._bars.console.print(f"[dim]{escape(text)}[/]", highlight=False)
-
-    def begin(self, name: str, steps: int) -> Callable[[], None]:
-        task = self._bars.add_task(name, total=steps)
-        return lambda: self._bars.advance(task)
-
-    def close(self) -> None:
-        """Leave the finished bars on the screen."""
-        self._bars.stop()
-
-
 def print_result(result: ProbeResult, console: Console) -> None:
     """Tables of needles and text, the verdict with its reasons, and what to do."""
     console.print(_needle_table(result))
     console.print(_text_table(result))
     console.print(
-        f"{_VERDICTS[result.verdict]}; tiers: {', '.join(result.allowed_tiers)}  "
-        f"(profile {result.profile}, judged at b = {result.budget:.3f})"
+        f"{_VERDICTS[result.verdict]}; tiers: {', '.join(result.allowed_tiers)}  (profile {escape(result.profile)})"
     )
     section = result.launch.get("spectrumkv", {})
     if section:
-        served = (
-            f"budget {section['budget']}"
-            if "budget" in section
-            else "the profile's budget (.55 where it states none), or the least that the tiers reach if that is more"
-        )
-        least = section["probe"]["policy"]["budget"]
-        console.print(f"servers keep {served}; the probe covers budgets from {least:g} up", highlight=False)
+        console.print(budget_line(result, section), markup=False, highlight=False)
     for reason in result.reasons:
         console.print(f"  because {escape(reason)}", highlight=False)
     for advice in result.advice:
@@ -79,6 +50,17 @@ def print_result(result: ProbeResult, console: Console) -> None:
         f"{_gigabytes(memory.peak)} at most[/]",
         highlight=False,
     )
+
+
+def budget_line(result: ProbeResult, section: dict[str, Any]) -> str:
+    """The budget that servers started with ``section``, the launch config's ``spectrumkv:``, run at, and the budgets
+    that its record covers. The record goes lower than the judged mix of tiers because each tier was judged alone."""
+    served = SpectrumKVConfig(**{field: value for field, value in section.items() if field != "probe"}).budget
+    least = section["probe"]["policy"]["budget"]
+    line = f"servers run at budget {served:g}; the probe covers every budget from {least:g} up"
+    if not {"mid", "low"} & result.kl.keys():  # a profile of one tier has one size
+        return line
+    return f"{line} (judged: tiers mixed at b {result.budget:.3f}, and each lower tier alone)"
 
 
 def print_comparison(first: ProbeResult, second: ProbeResult, names: tuple[str, str], console: Console) -> None:

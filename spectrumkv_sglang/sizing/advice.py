@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from spectrumkv_sglang.sizing.estimate import Choice, PromptEstimate
+from spectrumkv_sglang.sizing.loss import VISIBLE_KL, published_kl
 
 SHORT_PROMPT_TOKENS = 4096
 """Under about this the transfer is a small part of the time to the first token (docs/results/gpu.md)."""
@@ -22,8 +23,16 @@ class Advice:
     text: str
 
 
-def advise(estimate: PromptEstimate, *, min_tokens: int, gbps: float) -> Advice:
-    """What an operator with such prompts should do."""
+def advise(
+    estimate: PromptEstimate, *, min_tokens: int, gbps: float, lead: str, lead_is: str, speeds_assumed: bool
+) -> Advice:
+    """What an operator with such prompts should do.
+
+    Args:
+        lead: profile that servers would run, named first where it gains.
+        lead_is: what it is to the operator, such as "the default".
+        speeds_assumed: no packing was measured.
+    """
     tokens, best = estimate.prompt_tokens, estimate.best
     saved = estimate.native_ttft_seconds - best.ttft_seconds
     gain = estimate.gain(best)
@@ -52,24 +61,42 @@ def advise(estimate: PromptEstimate, *, min_tokens: int, gbps: float) -> Advice:
             f"no: {best.profile}, the best, saves {max(gain, 0):.0%} of the time to the first token: prefill is what "
             "it waits for",
         )
-    modelled = f". Modelled: links above {FASTEST_MEASURED_GBPS:g} Gb/s were not measured"
-    beyond = modelled if gbps > FASTEST_MEASURED_GBPS else ""
-    return Advice(tokens, True, f"yes: {_named(best, estimate)}{_without_probe(estimate)}{beyond}")
+    text = f"yes: {_named(estimate, lead, lead_is)}"
+    if speeds_assumed:
+        text += ". At a GPU's packing speed, which was assumed: a CPU is slower and may bring nothing (--measure there)"
+    if gbps > FASTEST_MEASURED_GBPS:
+        text += f". Modelled: links above {FASTEST_MEASURED_GBPS:g} Gb/s were not measured"
+    return Advice(tokens, True, text)
 
 
-def _named(choice: Choice, estimate: PromptEstimate) -> str:
-    return (
-        f"{choice.profile} takes the time to the first token from {estimate.native_ttft_seconds * 1e3:,.0f} to "
-        f"{choice.ttft_seconds * 1e3:,.0f} ms ({choice.ttft_seconds / estimate.native_ttft_seconds:.2f} of native)"
-    )
+def _named(estimate: PromptEstimate, lead: str, lead_is: str) -> str:
+    """The profile that servers would run first, then what is faster or loses less, then what needs no probe."""
+    best, unprobed = estimate.best, estimate.best_unprobed
+    first = next((one for one in estimate.choices if one.profile == lead), best)
+    if estimate.gain(first) < LEAST_GAIN:
+        first = best
+    notes = [lead_is] if first.profile == lead else []
+    notes += ["after a probe"] if first.needs_probe else []
+    about = f" ({', '.join(notes)})" if notes else ""
+    parts = [
+        f"{first.profile}{about} {estimate.share(first):.2f} of native's time to the first token, "
+        f"{first.ttft_seconds * 1e3:,.0f} instead of {estimate.native_ttft_seconds * 1e3:,.0f} ms"
+    ]
+    if best is not first and best is not unprobed:
+        parts.append(f"{best.profile} {estimate.share(best):.2f}{_against(best, first)}")
+    if unprobed is not None and unprobed is not first and (first.needs_probe or best.needs_probe):
+        gains = estimate.gain(unprobed) > 0
+        parts.append(
+            f"without a probe {unprobed.profile} {estimate.share(unprobed):.2f}"
+            if gains
+            else "without a probe nothing is faster than native"
+        )
+    return "; ".join(parts)
 
 
-def _without_probe(estimate: PromptEstimate) -> str:
-    if not estimate.best.needs_probe:
-        return ""
-    open_to_all = [choice for choice in estimate.choices if not choice.needs_probe]
-    if not open_to_all:
-        return ", once `spectrumkv probe` has passed this model"
-    other = min(open_to_all, key=lambda choice: choice.ttft_seconds)
-    share = other.ttft_seconds / estimate.native_ttft_seconds
-    return f", once `spectrumkv probe` has passed this model; without a probe {other.profile}: {share:.2f} of native"
+def _against(other: Choice, first: Choice) -> str:
+    if other.b > first.b:
+        loss = " with more bytes, which lose less"
+    else:
+        loss = " at a visible loss" if published_kl(other.profile) > VISIBLE_KL else ""
+    return f"{loss}, after a probe" if other.needs_probe else loss

@@ -23,11 +23,17 @@ prefills of an 8B shape come to (530 and 300)."""
 
 
 def size(
-    model_path: Annotated[
-        Path, typer.Option("--model-path", "--model", metavar="DIR", help="Local model directory with its config.json.")
-    ],
     gbps: Annotated[float, typer.Option(min=1e-3, help="Rate of the link between a prefill and a decode host, Gb/s.")],
     prompt_tokens: Annotated[list[int], typer.Option(min=1, max=10**7, help="Length of a prompt; may be repeated.")],
+    model_path: Annotated[
+        Path | None,
+        typer.Option(
+            "--model-path",
+            "--model",
+            metavar="DIR",
+            help="Local model directory with its config.json; default: the one that --config's launch config names.",
+        ),
+    ] = None,
     tp: Annotated[int, typer.Option(min=1, max=1024, help="Tensor-parallel size of both servers.")] = 1,
     dtype: Annotated[
         str, typer.Option(help="Dtype of the KV pool: auto (the model's), float32, float16, bfloat16.")
@@ -68,7 +74,7 @@ def size(
     if speeds is not None and measure:
         raise typer.BadParameter("give one of --speeds and --measure", param_hint="--measure")
     console = Console()
-    model = read_model(model_path, tp=tp, dtype=dtype)
+    model = read_model(model_path or _configured_model(config), tp=tp, dtype=dtype)
     prefill, assumed = _prefill_time(model, prefill_rate, tflops)
     result = _sizing(
         model,
@@ -89,6 +95,28 @@ def size(
             json.write_bytes(msgspec.json.format(msgspec.json.encode(result)) + b"\n")
         except OSError as error:
             raise typer.BadParameter(f"cannot write {json}: {error.strerror}", param_hint="--json") from error
+
+
+def _configured_model(path: Path | None) -> Path:
+    """The model directory that a launch config names.
+
+    Raises:
+        BadParameter: there is no launch config, or it names no directory of this machine.
+    """
+    from spectrumkv_sglang.launch_config import read_launch_config
+    from spectrumkv_sglang.launch_flags import last_value
+
+    hint = "--model-path"
+    if path is None:
+        raise typer.BadParameter("missing: give the model's directory, or a launch config (--config)", param_hint=hint)
+    named = last_value(read_launch_config(path).arguments("prefill"), "--model-path", "--model")
+    if named is None:
+        raise typer.BadParameter(f"missing, and {path} names no model-path: give the directory", param_hint=hint)
+    if not Path(named).is_dir():
+        raise typer.BadParameter(
+            f"missing, and the model-path of {path}, {named}, is no directory here: give the directory", param_hint=hint
+        )
+    return Path(named)
 
 
 def _configured_transport(path: Path | None) -> Transport:
@@ -137,7 +165,7 @@ def _sizing(
     prefill_assumed: str,
     say: Callable[[str], None],
 ) -> SizingResult:
-    from spectrumkv_sglang.config import load_config
+    from spectrumkv_sglang.config import SpectrumKVConfig, load_config
     from spectrumkv_sglang.sizing.advice import Advice, advise
     from spectrumkv_sglang.sizing.estimate import Cluster, estimate
     from spectrumkv_sglang.sizing.measurement import measure_speeds
@@ -167,6 +195,7 @@ def _sizing(
         table = assumed_table(transport)
     cluster = Cluster(bytes_per_second(gbps * GOODPUT_SHARE), model.tp, chunk_tokens, configured.slot_bytes)
     estimates = [estimate(tokens, model.rank, cluster, policies, table, prefill) for tokens in prompts]
+    default = SpectrumKVConfig.model_fields["profile"].default
     shared = f", shared by {model.tp} ranks" if model.tp > 1 else ""
     return SizingResult(
         format=SIZING_FORMAT,
@@ -187,7 +216,17 @@ def _sizing(
         ],
         speeds=table,
         estimates=estimates,
-        advice=[advise(one, min_tokens=configured.min_tokens, gbps=gbps) for one in estimates],
+        advice=[
+            advise(
+                one,
+                min_tokens=configured.min_tokens,
+                gbps=gbps,
+                lead=configured.loaded_profile.name,
+                lead_is="as configured" if config_path or configured.profile != default else "the default",
+                speeds_assumed=not table.by_profile,
+            )
+            for one in estimates
+        ],
     )
 
 

@@ -11,6 +11,7 @@ from spectrumkv_sglang.config import SpectrumKVConfig
 from spectrumkv_sglang.payload.geometry import KVGeometry
 from spectrumkv_sglang.profiles.chunk_plan import ChunkPlan, plan_chunk
 from spectrumkv_sglang.profiles.tier import Tier
+from spectrumkv_sglang.sizing.loss import published_kl
 from spectrumkv_sglang.sizing.speeds import SpeedTable
 from spectrumkv_sglang.transfer.chunk_planner import CHUNK_MESSAGE_BYTES, SUBCHUNK_MESSAGE_BYTES
 from spectrumkv_sglang.tuning.link_model import Transfer, native_seconds
@@ -21,6 +22,9 @@ PLANNED_TOKENS = 4096
 
 AS_FAST = 0.05
 """Longer by this share is as fast: the estimates are not closer than that to what pairs took (`tests/sizing`)."""
+
+EQUAL = 0.01
+"""Profiles whose b and time differ by less than this share differ in what they lose alone."""
 
 
 @dataclass(frozen=True)
@@ -85,14 +89,38 @@ class PromptEstimate:
     def best(self) -> Choice:
         """Of the choices that are nearly as fast as the fastest the one with most bytes: fewer bytes lose more."""
         limit = min(choice.ttft_seconds for choice in self.choices) * (1 + AS_FAST)
-        return max(
+        chosen = max(
             (choice for choice in self.choices if choice.ttft_seconds <= limit),
             key=lambda choice: (choice.b, -choice.ttft_seconds),
         )
+        return _least_loss(chosen, self.choices)
+
+    @property
+    def best_unprobed(self) -> Choice | None:
+        """The fastest of the choices that need no probe; None where each one does."""
+        unprobed = [choice for choice in self.choices if not choice.needs_probe]
+        if not unprobed:
+            return None
+        return _least_loss(min(unprobed, key=lambda choice: choice.ttft_seconds), unprobed)
+
+    def share(self, choice: Choice) -> float:
+        """The choice's time to the first token, over native's."""
+        return choice.ttft_seconds / self.native_ttft_seconds
 
     def gain(self, choice: Choice) -> float:
         """Share of the native time to the first token that the choice saves."""
-        return 1.0 - choice.ttft_seconds / self.native_ttft_seconds
+        return 1.0 - self.share(choice)
+
+
+def _least_loss(chosen: Choice, choices: Sequence[Choice]) -> Choice:
+    """Of the choices with the bytes and the time of ``chosen`` the one that is known to lose least."""
+    equals = [
+        choice
+        for choice in choices
+        if abs(choice.b - chosen.b) <= EQUAL * chosen.b
+        and abs(choice.ttft_seconds - chosen.ttft_seconds) <= EQUAL * chosen.ttft_seconds
+    ]
+    return min(equals, key=lambda choice: (published_kl(choice.profile), choice.needs_probe, choice.ttft_seconds))
 
 
 def planned_share(config: SpectrumKVConfig, rank: KVGeometry, tokens: int) -> float:

@@ -46,10 +46,13 @@ def _table(estimate: PromptEstimate, result: SizingResult) -> Table:
         f"{estimate.prefill_seconds * 1e3:,.0f} ms",
         title_justify="left",
         box=SIMPLE_HEAD,
-        padding=(0, 1),
+        padding=(0, 0, 0, 1),
+        show_edge=False,
     )
-    for column in ("profile", "b", "MB", "transfer ms", "TTFT ms", "/ native", "pays below Gb/s", "probe"):
-        table.add_column(column, justify="left" if column == "profile" else "right", no_wrap=column == "profile")
+    # Within 80 columns only the names of profiles give way, if they are long.
+    table.add_column("profile", overflow="fold")
+    for column in ("b", "MB", "transfer\nms", "TTFT\nms", "/\nnative", "pays\nbelow\nGb/s", "probe"):
+        table.add_column(column, justify="right", no_wrap=True)
     table.add_row(
         "native",
         "1",
@@ -65,7 +68,7 @@ def _table(estimate: PromptEstimate, result: SizingResult) -> Table:
             f"{choice.wire_bytes / 1e6:,.0f}",
             f"{choice.transfer_seconds * 1e3:,.0f}",
             f"{choice.ttft_seconds * 1e3:,.0f}",
-            f"{choice.ttft_seconds / estimate.native_ttft_seconds:.2f}",
+            f"{estimate.share(choice):.2f}",
             _three_digits(choice.break_even_gbps) if choice.break_even_gbps > 0 else "-",
             "needed" if choice.needs_probe else "",
         )

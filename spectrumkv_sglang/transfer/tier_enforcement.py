@@ -26,7 +26,6 @@ def enforce_tiers(
 
     Raises:
         UnprovenTiersError: the server must not start.
-        ProfileError: the profile names a layer or head that the pool does not have.
     """
     decision = config.decide_tiers(lambda: served_fingerprint(model, geometry.dtype))
     metrics.probe_state(decision.state)
@@ -37,11 +36,10 @@ def enforce_tiers(
     tiers = ", ".join(tier.label for tier in enforced.allowed_tiers)
     if decision.restricted:
         level, text = logging.WARNING, f"only tiers {tiers} are used: {decision.explanation(model.path)}"
-        least = enforced.reachable_budget_on(geometry)
-        if least > config.budget:
+        if (least := enforced.least_budget(geometry)) > config.budget:
             text += (
-                f". Budget {config.budget:g} is below what these tiers reach on this {geometry.dtype} "
-                f"KV pool: expect b {math.ceil(least * 1000) / 1000:g} or more"
+                f". Budget {config.budget:g} is below what these tiers reach on this {geometry.dtype} pool: expect b "
+                f"{math.ceil(least * 1000) / 1000:g} or more"
             )
     elif decision.state is ProbeState.WAIVED:
         level, text = logging.WARNING, f"tiers {tiers} are used unproven: {decision.state.meaning}"

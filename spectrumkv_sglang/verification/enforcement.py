@@ -35,14 +35,14 @@ class TierDecision:
         allowed_tiers: HIGH first; a peer's payload may use no others.
         reasons: what differs or is missing; empty when nothing is held against the record.
         unsafe: what makes even HIGH and MID unsafe without a verified record, or "".
-        probe_options: options of `spectrumkv probe` for the served policy, quoted for a shell.
+        probe_flags: of `spectrumkv probe` for what is served, if known.
     """
 
     allowed_tiers: tuple[Tier, ...]
     state: ProbeState
     reasons: tuple[str, ...] = ()
     unsafe: str = ""
-    probe_options: str = ""
+    probe_flags: str = ""
 
     @property
     def restricted(self) -> bool:
@@ -51,8 +51,8 @@ class TierDecision:
 
     def probe_command(self, model: str) -> str:
         """What to run to have the served policy judged for ``model``, a path or hub id."""
-        options = f"{self.probe_options} " if self.probe_options else ""
-        return f"spectrumkv probe --model-path {shlex.quote(model)} {options}--out launch.yaml"
+        parts = ("spectrumkv probe --model-path", shlex.quote(model), self.probe_flags, "--out launch.yaml")
+        return " ".join(filter(None, parts))
 
     def explanation(self, model: str) -> str:
         """What was found and what to do, for a log line or an error about the served ``model``."""

@@ -100,6 +100,26 @@ def test_people_see_what_was_lost_why_and_what_to_do() -> None:
     assert "I [do] not know" in text
 
 
+@pytest.mark.parametrize(
+    ("section", "served"),
+    [
+        ({"profile": "balanced"}, "0.3"),  # its own
+        ({"profile": "balanced", "budget": 0.4}, "0.4"),
+        ({"profile": "spectrum-safe"}, "0.55"),  # it states none
+        ({"profile": "balanced", "allowed_tiers": ["high", "mid"]}, "0.512"),  # the least of both
+    ],
+)
+def test_people_see_the_budget_that_servers_run_at(section: dict[str, object], served: str) -> None:
+    section = {"allowed_tiers": ["high", "mid", "low"], **section, "probe": {"policy": {"budget": 0.264}}}
+    text = _printed(print_result, _result(launch={"spectrumkv": section}))
+    assert (
+        f"servers run at budget {served}; the probe covers every budget from 0.264 up "
+        "(judged: tiers mixed at b 0.390, and each lower tier alone)"
+    ) in text
+    uniform = _result(launch={"spectrumkv": section}, kl={"native": 0.0}, ppl={}, dppl_pct={}, top1={})
+    assert "from 0.264 up\n" in _printed(print_result, uniform)
+
+
 def test_a_comparison_names_what_differs() -> None:
     other = _result(model="/models/b", verdict="low_allowed", fingerprint={"weights": "sha256:b", "dtype": "bfloat16"})
     text = _printed(print_comparison, _result(), other, ("a.json", "b.json"))

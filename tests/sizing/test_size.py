@@ -9,9 +9,13 @@ from typing import Any
 
 import pytest
 from click.testing import Result
+from typer.testing import CliRunner
 
+from spectrumkv_sglang.cli import app
+from spectrumkv_sglang.sizing.advice import advise
 from spectrumkv_sglang.sizing.errors import SizingError
 from spectrumkv_sglang.sizing.estimate import Choice, PromptEstimate
+from spectrumkv_sglang.sizing.loss import published_kl
 from spectrumkv_sglang.sizing.model_kv import read_model
 from spectrumkv_sglang.sizing.speeds import read_speeds
 
@@ -196,6 +200,80 @@ def test_a_profile_that_loses_more_is_not_advised_for_next_to_no_time() -> None:
 
     choices = [one("int8", 0.5, 1.2), one("balanced", 0.3, 1.03), one("aggressive", 0.2, 1.0)]
     assert PromptEstimate(8192, 1, 0.1, 2.0, 2.0, choices).best.profile == "balanced"
+
+
+def _advice(*choices: Choice, lead: str = "balanced", speeds_assumed: bool = False) -> str:
+    estimate = PromptEstimate(8192, 1, 0.1, 2.0, 2.0, list(choices))
+    return advise(
+        estimate, min_tokens=64, gbps=10, lead=lead, lead_is="the default", speeds_assumed=speeds_assumed
+    ).text
+
+
+def _choice(profile: str, b: float, ttft: float, needs_probe: bool) -> Choice:
+    return Choice(profile, b, b, 1, ttft, ttft, 100.0, needs_probe, "")
+
+
+def test_of_equal_profiles_it_names_the_one_that_is_known_to_lose_less() -> None:
+    """docs/results/quality.md: FP8 loses two to ten times what INT8 does, at the same bytes."""
+    assert published_kl("near-lossless") < published_kl("int8") < published_kl("fp8")
+    fp8, int8 = _choice("fp8", 0.508, 1.2, False), _choice("int8", 0.508, 1.209, False)
+    estimate = PromptEstimate(8192, 1, 0.1, 2.0, 2.0, [fp8, int8])
+    assert estimate.best is int8
+    assert estimate.best_unprobed is int8
+    slower = _choice("int8", 0.508, 1.25, False)
+    assert PromptEstimate(8192, 1, 0.1, 2.0, 2.0, [fp8, slower]).best_unprobed is fp8
+
+
+def test_it_names_the_default_before_what_is_faster_at_a_loss() -> None:
+    balanced, aggressive = _choice("balanced", 0.3, 1.06, True), _choice("aggressive", 0.2, 0.9, True)
+    int8 = _choice("int8", 0.5, 1.4, False)
+    assert _advice(aggressive, balanced, int8) == (
+        "yes: balanced (the default, after a probe) 0.53 of native's time to the first token, 1,060 instead of "
+        "2,000 ms; aggressive 0.45 at a visible loss, after a probe; without a probe int8 0.70"
+    )
+    assert "without a probe nothing is faster than native" in _advice(balanced, _choice("int8", 0.5, 2.1, False))
+    assert _advice(balanced, int8, lead="int8").startswith("yes: int8 (the default) 0.70")
+    assert "near-lossless 0.54 with more bytes, which lose less" in _advice(
+        balanced, _choice("near-lossless", 0.5, 1.08, True)
+    )
+    unmoved = _choice("balanced", 0.3, 1.95, True)  # gains too little to be named first
+    assert _advice(aggressive, unmoved).startswith("yes: aggressive (after a probe) 0.45")
+
+
+def test_the_verdict_says_that_no_packing_was_measured() -> None:
+    int8 = _choice("int8", 0.5, 1.4, False)
+    assert "a CPU is slower and may bring nothing (--measure there)" in _advice(int8, speeds_assumed=True)
+    assert "--measure" not in _advice(int8)
+
+
+def test_no_header_is_cut_at_80_columns(model_of: Callable[..., Path], tmp_path: Path) -> None:
+    mine = tmp_path / "a-profile-with-a-rather-long-name-of-its-own.yaml"
+    mine.write_text(f"name: {mine.stem}\ntiers:\n  high: {{keys: int8, values: int8}}\n")
+    settings = tmp_path / "settings.yaml"
+    settings.write_text(f"profile: {mine}\n")
+    arguments = ["size", "--model-path", model_of(), "--gbps", 1, "--prompt-tokens", 1_000_000, "--config", settings]
+    printed = CliRunner().invoke(app, [str(one) for one in arguments], env={"COLUMNS": "80"}).output
+    assert "…" not in printed
+    assert all(word in printed for word in ("transfer", "TTFT", "native", "below", "Gb/s", "probe", "needed"))
+
+
+def test_a_launch_config_names_the_model(
+    model_of: Callable[..., Path], size: Callable[..., Result], tmp_path: Path
+) -> None:
+    launch, text = tmp_path / "launch.yaml", "format: 1\nsglang: {common: {MODEL}}\nspectrumkv: {}\n"
+    asked = ("--gbps", 10, "--prompt-tokens", 8192)
+    for spelling in ("model-path", "model"):
+        launch.write_text(text.replace("MODEL", f"{spelling}: {model_of()}"))
+        result = size(*asked, "--config", launch)
+        assert result.exit_code == 0, result.output
+        assert "LlamaForCausalLM" in result.output
+        assert "balanced (as configured, after a probe)" in result.output
+    for named, why in (("model-path: no/such-hub-id", "is no directory here"), ("tp: 2", "names no model-path")):
+        launch.write_text(text.replace("MODEL", named))
+        refused = size(*asked, "--config", launch)
+        assert refused.exit_code == 2
+        assert why in refused.output
+    assert "missing: give the model's directory" in size(*asked).output
 
 
 def test_wrong_usage(model_of: Callable[..., Path], size: Callable[..., Result], tmp_path: Path) -> None:

@@ -65,10 +65,9 @@ class Rank:
         registry = CollectorRegistry()
         metrics = TransferMetrics("decode", 0, registry=registry)
         fields = {"quantization": None, "revision": None, "download_dir": None, "dtype": "float32", **served}
-        geometry = KVGeometry(
-            layers=30, kv_heads=3, head_dim=64, v_head_dim=64, page_size=1, dtype=str(fields.pop("dtype"))
-        )
+        dtype = fields.pop("dtype")
         with caplog.at_level(logging.DEBUG):
+            geometry = KVGeometry(layers=2, kv_heads=2, head_dim=128, v_head_dim=128, page_size=1, dtype=dtype)
             self.config = enforce_tiers(config, ServedModel(str(path), **fields), geometry, metrics, speaks=speaks)
         [line] = caplog.records
         self.level, self.said = line.levelno, line.getMessage()
@@ -92,7 +91,7 @@ def test_another_model_is_served_with_high_and_mid_and_said_loudly(
 ) -> None:
     config = probed(model, budget=0.35)
     (model / "config.json").write_text('{"hidden_size": 1}')
-    rank = Rank(config, model, caplog)
+    rank = Rank(config, model, caplog, dtype="bfloat16")
     assert rank.config.allowed_tiers == (HIGH, MID)
     assert rank.config.budget == 0.35
     assert (rank.states, rank.level) == ({"changed"}, logging.WARNING)
@@ -100,22 +99,21 @@ def test_another_model_is_served_with_high_and_mid_and_said_loudly(
         "only tiers high, mid are used",
         "config: probed sha256:",
         f"`spectrumkv probe --model-path {model} --profile balanced --budget 0.35 --out launch.yaml`",
+        "Budget 0.35 is below what these tiers reach on this bfloat16 pool: expect b 0.512 or more",
     ):
         assert part in rank.said
 
 
-@pytest.mark.parametrize(
-    ("dtype", "budget", "least"), [("bfloat16", 0.45, "0.516"), ("float32", 0.27, ""), ("float32", 0.3, ""),
-                                   ("float32", 0.45, "")]
-)  # fmt: skip
-def test_a_budget_is_out_of_reach_only_if_this_pool_says_so(
-    model: Path, caplog: pytest.LogCaptureFixture, dtype: str, budget: float, least: str
+def test_a_float32_pool_keeps_budgets_that_eight_bits_reach_there(
+    model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """INT8 heads of 64 take 64 + 2 bytes, of keys and of values: 132 of 256 in bfloat16, of 512 in float32."""
-    said = Rank(SpectrumKVConfig(budget=budget), model, caplog, dtype=dtype).said
-    assert "only tiers high, mid are used" in said
-    told = f"Budget {budget} is below what these tiers reach on this {dtype} KV pool: expect b {least} or more"
-    assert (told in said) if least else ("is below" not in said)
+    config = SpectrumKVConfig(budget=0.3)
+    on_float32, on_bfloat16 = (Rank(config, model, caplog, dtype=dtype) for dtype in ("float32", "bfloat16"))
+    assert on_float32.config == on_bfloat16.config
+    assert on_float32.config.allowed_tiers == (HIGH, MID)
+    assert "only tiers high, mid are used" in on_float32.said
+    assert "expect b" not in on_float32.said
+    assert "expect b 0.512 or more" in on_bfloat16.said
 
 
 def test_the_command_judges_a_profile_of_ones_own(
