@@ -115,11 +115,8 @@ def payload_bytes(geometry: KVGeometry, table: PrecisionTable, rows_per_tier: Se
     Raises:
         PayloadError: as `plan_layout`.
     """
-    rows_of = _check_rows(geometry, table, rows_per_tier)
-    census = _census(geometry, table)
-    sizes = [_padded_bytes(geometry, kind, rows_of[kind.tier]) for kind in census.kinds]
-    blocks = census.kinds_per_block @ np.array(sizes, dtype=np.int64)
-    return PROLOGUE_BYTES + int(_align_array(blocks, BLOCK_ALIGNMENT) @ census.block_counts)
+    rows = _check_rows(geometry, table, rows_per_tier)
+    return PayloadSizes(geometry, table).of(rows)
 
 
 class PayloadSizes:
@@ -260,7 +257,3 @@ def _check_rows(geometry: KVGeometry, table: PrecisionTable, rows_per_tier: Sequ
 
 def _align(offset: int, alignment: int) -> int:
     return -(-offset // alignment) * alignment
-
-
-def _align_array(sizes: npt.NDArray[np.int64], alignment: int) -> npt.NDArray[np.int64]:
-    return -(-sizes // alignment) * alignment

@@ -35,17 +35,6 @@ class SubChunk(NamedTuple):
     payload_bytes: int
 
 
-def cut_into_subchunks(
-    tiers: npt.NDArray[np.uint8],
-    page_size: int,
-    geometry: KVGeometry,
-    table: PrecisionTable,
-    slot_bytes: int,
-) -> list[SubChunk]:
-    """`SubChunkCutter` for one assignment: its arguments, result and errors."""
-    return SubChunkCutter(page_size, geometry, table, slot_bytes).cut(tiers)
-
-
 class SubChunkCutter:
     """Cuts assignments of one table greedily: each sub-chunk takes as many pages as fit the slot.
 

@@ -13,7 +13,7 @@ from spectrumkv_sglang.payload.errors import PayloadError
 from spectrumkv_sglang.payload.geometry import KVGeometry
 from spectrumkv_sglang.payload.layout import bytes_per_row, max_padding_bytes, payload_bytes, plan_layout
 from spectrumkv_sglang.payload.precision_table import PrecisionTable
-from spectrumkv_sglang.payload.subchunks import SubChunkCutter, cut_into_subchunks
+from spectrumkv_sglang.payload.subchunks import SubChunkCutter
 
 DIMS = st.sampled_from([8, 16, 24, 40, 64, 128])
 GEOMETRIES = st.builds(
@@ -148,7 +148,7 @@ def test_subchunks_are_the_longest_that_fit(
         return np.bincount(tiers[first * page : (first + count) * page], minlength=3).tolist()
 
     next_page = 0
-    for subchunk in cut_into_subchunks(tiers, page, geometry, table, slot_bytes):
+    for subchunk in SubChunkCutter(page, geometry, table, slot_bytes).cut(tiers):
         assert subchunk.page_start == next_page
         assert subchunk.page_count >= 1
         assert list(subchunk.rows_per_tier) == counts(subchunk.page_start, subchunk.page_count)
@@ -177,10 +177,10 @@ def test_cutting_on_after_a_row_moved_is_cutting_anew(
     slot_bytes = int((dearest + 256 * 2 * geometry.layers * 3) * slack)
     moves = [(row % tiers.size, tier) for row, tier in moves]
     found = list(SubChunkCutter(page, geometry, table, slot_bytes).cut_after_each(tiers, moves))
-    expected = [cut_into_subchunks(tiers, page, geometry, table, slot_bytes)]
+    expected = [SubChunkCutter(page, geometry, table, slot_bytes).cut(tiers)]
     for row, tier in moves:
         tiers[row] = tier
-        expected.append(cut_into_subchunks(tiers, page, geometry, table, slot_bytes))
+        expected.append(SubChunkCutter(page, geometry, table, slot_bytes).cut(tiers))
     assert found == expected
 
 
@@ -189,10 +189,10 @@ def test_a_page_that_fits_no_slot_names_the_bytes_it_needs() -> None:
     table = PrecisionTable(np.zeros((1, 2, 2, 2), np.uint8))
     needed = payload_bytes(geometry, table, [16])
     tiers = np.zeros(64, np.uint8)
-    assert len(cut_into_subchunks(tiers, 16, geometry, table, needed)) == 4
+    assert len(SubChunkCutter(16, geometry, table, needed).cut(tiers)) == 4
     with pytest.raises(PayloadError, match=f"needs {needed} bytes, a landing slot has {needed - 1}; raise slot_bytes"):
-        cut_into_subchunks(tiers, 16, geometry, table, needed - 1)
+        SubChunkCutter(16, geometry, table, needed - 1).cut(tiers)
     with pytest.raises(PayloadError, match="expected tiers below 1, got 1"):
-        cut_into_subchunks(np.ones(4, np.uint8), 1, geometry, table, 2**20)
+        SubChunkCutter(1, geometry, table, 2**20).cut(np.ones(4, np.uint8))
     with pytest.raises(PayloadError, match="page_size must be at least 1"):
-        cut_into_subchunks(tiers, 0, geometry, table, 2**20)
+        SubChunkCutter(0, geometry, table, 2**20).cut(tiers)

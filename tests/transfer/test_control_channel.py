@@ -20,7 +20,7 @@ from spectrumkv_sglang.errors import SpectrumKVError
 from spectrumkv_sglang.observability.metrics import TransferMetrics
 from spectrumkv_sglang.observability.reasons import Reason
 from spectrumkv_sglang.payload.codec import KVBuffers
-from spectrumkv_sglang.transfer.control_channel import ControlChannels
+from spectrumkv_sglang.transfer.control_channel import ControlChannel, ControlChannels
 from spectrumkv_sglang.transfer.control_listener import ControlListener
 from spectrumkv_sglang.transfer.decode_rank import DecodeRank
 from spectrumkv_sglang.transfer.errors import ControlMessageError, GoNativeError
@@ -69,13 +69,21 @@ def test_only_the_most_recent_channels_stay_open(context: Any) -> None:
     channels.close()
 
 
-def test_messages_of_earlier_chunks_are_dropped_and_counted(context: Any) -> None:
+def met(context: Any, **options: int) -> tuple[Any, ControlChannels, ControlChannel, bytes]:
+    """A bare router with zmq ``options`` as decode, and a channel that it has heard from, by its identity."""
     router = context.socket(zmq.ROUTER)
+    for name, value in options.items():
+        router.setsockopt(getattr(zmq, name), value)
     port = router.bind_to_random_port("tcp://127.0.0.1")
     channels = ControlChannels(context)
     channel = channels.get(f"tcp://127.0.0.1:{port}")
     channel.send(Close(1, []))
     identity, _ = router.recv_multipart()
+    return router, channels, channel, identity
+
+
+def test_messages_of_earlier_chunks_are_dropped_and_counted(context: Any) -> None:
+    router, channels, channel, identity = met(context)
     answer = Done(9, 0, 0, 1, 0.0)
     for chunk in (7, 8):
         router.send_multipart([identity, encode(Done(chunk, 0, 0, 1, 0.0))])
@@ -92,13 +100,7 @@ def test_messages_of_earlier_chunks_are_dropped_and_counted(context: Any) -> Non
 
 
 def test_a_flood_of_other_messages_does_not_outlast_the_timeout(context: Any) -> None:
-    router = context.socket(zmq.ROUTER)
-    router.set_hwm(0)
-    port = router.bind_to_random_port("tcp://127.0.0.1")
-    channels = ControlChannels(context)
-    channel = channels.get(f"tcp://127.0.0.1:{port}")
-    channel.send(Close(1, []))
-    identity, _ = router.recv_multipart()
+    router, channels, channel, identity = met(context, SNDHWM=0, RCVHWM=0)
     for _ in range(100_000):
         router.send_multipart([identity, encode(Done(7, 0, 0, 1, 0.0))])
     assert channel.receive(9, timeout=0.05) is None
@@ -136,27 +138,15 @@ def test_what_decode_does_not_read_waits_with_its_sender(context: Any) -> None:
 
 
 def test_what_prefill_does_not_read_waits_with_decode(context: Any) -> None:
-    router = context.socket(zmq.ROUTER)
-    router.setsockopt(zmq.SNDHWM, 1)
-    router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    port = router.bind_to_random_port("tcp://127.0.0.1")
-    channels = ControlChannels(context)
-    channel = channels.get(f"tcp://127.0.0.1:{port}")
-    channel.send(Close(1, []))
-    identity, _ = router.recv_multipart()
+    router, channels, _, identity = met(context, SNDHWM=1, ROUTER_MANDATORY=1)
     taken = taken_unread(lambda frame: router.send_multipart([identity, frame], zmq.NOBLOCK))
     assert MOST_UNREAD_MESSAGES <= taken < 700
     channels.close()
 
 
 def test_an_answer_longer_than_any_of_decode_is_not_read(context: Any) -> None:
-    router = context.socket(zmq.ROUTER)
-    port = router.bind_to_random_port("tcp://127.0.0.1")
-    channels = ControlChannels(context)
-    channel = channels.get(f"tcp://127.0.0.1:{port}")
+    router, channels, channel, identity = met(context)
     longest = Refused(9, "\N{PILE OF POO}" * 2048, "\N{PILE OF POO}" * 2048)
-    channel.send(Close(1, []))
-    identity, _ = router.recv_multipart()
     router.send_multipart([identity, encode(longest)])
     assert channel.receive(9, timeout=10) == longest
     router.send_multipart([identity, b"x" * (MAX_ANSWER_BYTES + 1)])
